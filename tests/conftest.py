@@ -1,0 +1,37 @@
+"""What every test shares: one thread, the checkout on the path, and the parity table at the end."""
+
+import sys
+from pathlib import Path
+
+import cv2
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests import parity  # noqa: E402  (needs the path above)
+
+cv2.setNumThreads(0)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The golden values were computed with one thread; two threads sum in another order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_terminal_summary(terminalreporter):
+    lines = parity.table()
+    if lines:
+        terminalreporter.section("parity with the golden values")
+        for line in lines:
+            terminalreporter.write_line(line)
