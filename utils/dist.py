@@ -1,0 +1,128 @@
+"""Devices, processes and seeds."""
+
+import logging
+import os
+import random
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Place of this process among its siblings. A run without a launcher has rank -1 and world size 1."""
+
+    rank: int = -1
+    local_rank: int = -1
+    world_size: int = 1
+
+    @property
+    def is_main(self):
+        """True for the one process that validates, reports and saves."""
+        return self.rank in (-1, 0)
+
+    @property
+    def is_distributed(self):
+        return self.rank != -1
+
+
+def read_ranks(local_rank=-1):
+    """Ranks from the launcher's environment; `local_rank` is the flag that older launchers pass instead of a variable.
+
+    Raises ValueError when a local rank is given without RANK and WORLD_SIZE.
+    """
+    rank = int(os.environ.get("RANK", -1))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", local_rank))
+    if local_rank != -1 and rank == -1:
+        raise ValueError("--local_rank is set by a launcher; start with: torchrun --nproc_per_node N train.py ...")
+    return Ranks(rank, local_rank if rank != -1 else -1, world_size)
+
+
+def start_processes(ranks, device):
+    """Join the process group of this run: NCCL between GPUs, gloo on the CPU. Nothing to do for a single process."""
+    if ranks.is_distributed and not dist.is_initialized():
+        dist.init_process_group(backend="nccl" if device.type == "cuda" else "gloo", init_method="env://")
+
+
+def stop_processes():
+    """Leave the process group, if there is one."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def rank_zero_first(rank):
+    """Rank 0 runs the body first (it writes caches), the others after it (they read them)."""
+    waits = rank > 0 and dist.is_initialized()
+    if waits:
+        dist.barrier()
+    yield
+    if rank == 0 and dist.is_initialized():
+        dist.barrier()
+
+
+def broadcast_indices(indices, rank, device):
+    """The list of integers that rank 0 holds, on every rank; unchanged in a single process."""
+    if rank == -1:
+        return indices
+    tensor = torch.as_tensor(indices, dtype=torch.int64, device=device)
+    dist.broadcast(tensor, 0)
+    return tensor.tolist()
+
+
+def select_device(device="", batch_size=None, ranks=None):
+    """The torch device that `device` ('', 'cpu', '0', '0,1', 'cuda:0') names; logs what it is.
+
+    '' is the first GPU, or the CPU where there is none. With a launcher every process takes the GPU of its local rank.
+    Raises ValueError for an unknown device, a missing GPU, or a batch that does not divide among the GPUs.
+    """
+    ranks = ranks or Ranks()
+    name = str(device).strip().lower().replace("cuda:", "").replace("cuda", "")
+    if name == "cpu" or (name == "" and not torch.cuda.is_available()):
+        logger.info("Device: CPU, torch %s", torch.__version__)
+        return torch.device("cpu")
+    if name and not all(part.strip().isdigit() for part in name.split(",")):
+        raise ValueError(f"--device {device!r} is unknown: give cpu, 0, or a list like 0,1")
+    if name:
+        # Must happen before the first CUDA call of this process; the numbers then count the visible cards.
+        os.environ["CUDA_VISIBLE_DEVICES"] = name
+    if not torch.cuda.is_available():
+        raise ValueError(f"--device {device} asks for a GPU, but torch {torch.__version__} sees none; use --device cpu")
+    wanted = name.split(",") if name else ["0"]
+    count = torch.cuda.device_count()
+    if count < len(wanted):
+        raise ValueError(f"--device {device} names {len(wanted)} GPUs, but {count} can be seen")
+    if ranks.is_distributed:
+        if ranks.local_rank >= count:
+            raise ValueError(f"{ranks.world_size} processes were started, but only {count} GPUs can be seen")
+        torch.cuda.set_device(ranks.local_rank)
+        chosen = torch.device("cuda", ranks.local_rank)
+    else:
+        chosen = torch.device("cuda", 0)
+    if batch_size is not None and len(wanted) > 1 and batch_size % len(wanted):
+        raise ValueError(f"--batch-size {batch_size} does not divide among {len(wanted)} GPUs")
+    properties = torch.cuda.get_device_properties(chosen)
+    logger.info("Device: %s %s, %.0f MB, torch %s", chosen, properties.name, properties.total_memory / 2**20,
+                torch.__version__)  # fmt: skip
+    return chosen
+
+
+def init_seeds(seed=0):
+    """Seed Python, NumPy and torch; seed 0 also makes cuDNN deterministic, any other lets it search for fast kernels."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    torch.backends.cudnn.deterministic = seed == 0
+    torch.backends.cudnn.benchmark = seed != 0
+
+
+def unwrap(model):
+    """The model inside a (Distributed)DataParallel wrapper, or the model itself."""
+    wrappers = (torch.nn.parallel.DataParallel, torch.nn.parallel.DistributedDataParallel)
+    return model.module if isinstance(model, wrappers) else model
