@@ -1,0 +1,106 @@
+"""Hyper-parameter files: reading with defaults, checking, and the scaling that a run applies to the loss gains."""
+
+import logging
+from pathlib import Path
+
+import yaml
+
+logger = logging.getLogger(__name__)
+
+# What a key means when a file lacks it: the values of data/hyp.scratch.p5.yaml, with augmentation switched off.
+DEFAULTS = {
+    "lr0": 0.01,
+    "lrf": 0.1,
+    "momentum": 0.937,
+    "weight_decay": 0.0005,
+    "warmup_epochs": 3.0,
+    "warmup_momentum": 0.8,
+    "warmup_bias_lr": 0.1,
+    "box": 0.05,
+    "cls": 0.3,
+    "cls_pw": 1.0,
+    "obj": 0.7,
+    "obj_pw": 1.0,
+    "iou_t": 0.2,
+    "anchor_t": 4.0,
+    "fl_gamma": 0.0,
+    "hsv_h": 0.0,
+    "hsv_s": 0.0,
+    "hsv_v": 0.0,
+    "degrees": 0.0,
+    "translate": 0.0,
+    "scale": 0.0,
+    "shear": 0.0,
+    "perspective": 0.0,
+    "flipud": 0.0,
+    "fliplr": 0.0,
+    "mosaic": 0.0,
+    "mixup": 0.0,
+    "copy_paste": 0.0,
+    "paste_in": 0.0,
+    "loss_ota": 1,
+}
+# Keys that a file may have beside these: anchors per level for a new head; our floor under the warm-up length.
+OPTIONAL = {"anchors": None, "warmup_min_iters": 1000, "label_smoothing": 0.0}
+
+
+def load_hyp(path):
+    """Hyper-parameters of a YAML file as a dict in the file's order; missing keys take DEFAULTS, named in one warning.
+
+    Unknown keys are kept (they are written back to hyp.yaml) and named in a warning.
+
+    Raises ValueError when the file is no YAML mapping of numbers.
+    """
+    text = Path(path).read_text(encoding="utf-8-sig", errors="replace")
+    try:
+        hyp = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(hyp, dict):
+        raise ValueError(f"{path} has to be a mapping of hyper-parameters, like data/hyp.scratch.tiny.yaml")
+    for key in DEFAULTS | OPTIONAL:
+        if key in hyp:
+            hyp[key] = _number(hyp[key], key, path)
+
+    missing = [key for key in DEFAULTS if key not in hyp and key != "loss_ota"]
+    if missing:
+        logger.warning("%s lacks %s; used: %s", path, _listing(missing), {key: DEFAULTS[key] for key in missing})
+    unknown = [key for key in hyp if key not in DEFAULTS and key not in OPTIONAL]
+    if unknown:
+        logger.warning("%s has keys that nothing here reads: %s", path, _listing(unknown))
+    return hyp | {key: value for key, value in DEFAULTS.items() if key not in hyp}
+
+
+def _number(value, key, path):
+    """A YAML scalar as a number; YAML itself reads 1e-3 (without a dot) as text."""
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            pass
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{path}: {key} has to be a number, not {value!r}")
+    return value
+
+
+def _listing(keys):
+    return ", ".join(map(str, keys))
+
+
+def save_hyp(hyp, path):
+    """Write hyper-parameters as YAML, in their order."""
+    Path(path).write_text(yaml.safe_dump(hyp, sort_keys=False), encoding="utf-8")
+
+
+def scale_hyp(hyp, num_layers, num_classes, image_size, label_smoothing=0.0):
+    """A new dict with the gains that the losses use: balanced for the layers, classes and image size of this run.
+
+    `image_size` is the training size in pixels (one number). The reference point is 3 layers, 80 classes, 640 px.
+    """
+    layers = 3.0 / num_layers
+    return hyp | {
+        "box": hyp["box"] * layers,
+        "cls": hyp["cls"] * num_classes / 80.0 * layers,
+        "obj": hyp["obj"] * (image_size / 640) ** 2 * layers,
+        "label_smoothing": label_smoothing,
+    }
