@@ -114,7 +114,7 @@ def select_device(device="", batch_size=None, ranks=None):
 
 
 def init_seeds(seed=0):
-    """Seed Python, NumPy and torch. Seed 0 also makes cuDNN deterministic; any other lets it search for fast kernels."""
+    """Seed Python, NumPy and torch. Seed 0 makes cuDNN deterministic, any other lets it search for fast kernels."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

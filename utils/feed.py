@@ -1,8 +1,14 @@
 """From loader batches to tensors that the model can take."""
 
+import logging
+import math
+import random
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional
+
+logger = logging.getLogger(__name__)
 
 
 class Batch(NamedTuple):
@@ -21,3 +27,39 @@ def plain(loader, device):
     """Yield a Batch for each loader batch; the copy happens when the batch is asked for."""
     for images, targets, paths, _ in loader:
         yield Batch(images.to(device, non_blocking=True).float() / 255, targets.to(device), paths)
+
+
+def multi_scaled(batches, image_size, stride):
+    """Resize each batch to a random size of 0.5 to 1.5 times `image_size`, a multiple of `stride` (both in pixels).
+
+    Draws once from Python's generator for each batch.
+    """
+    for batch in batches:
+        size = random.randrange(image_size // 2, image_size * 3 // 2 + stride) // stride * stride
+        factor = max(size, stride) / max(batch.images.shape[2:])
+        if factor != 1:
+            shape = [math.ceil(side * factor / stride) * stride for side in batch.images.shape[2:]]
+            images = functional.interpolate(batch.images, size=shape, mode="bilinear", align_corners=False)
+            batch = batch._replace(images=images)
+        yield batch
+
+
+class Trainable:
+    """Passes batches on, but drops single images whose deepest feature map is one cell.
+
+    BatchNorm cannot take statistics over one value. It happens to the last batch of an epoch; the first time is
+    answered with a warning.
+    """
+
+    def __init__(self, stride):
+        self.stride, self.warned = stride, False
+
+    def __call__(self, batches):
+        for batch in batches:
+            if len(batch.images) > 1 or max(batch.images.shape[2:]) > self.stride:
+                yield batch
+            elif not self.warned:
+                self.warned = True
+                logger.warning(
+                    "a batch of one image of %d px is skipped each epoch: BatchNorm needs more than one value; choose "
+                    "a batch size that divides the set, or larger images", self.stride)  # fmt: skip

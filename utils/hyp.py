@@ -1,6 +1,7 @@
 """Hyper-parameter files: reading with defaults, checking, and the scaling that a run applies to the loss gains."""
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
@@ -74,10 +75,8 @@ def load_hyp(path):
 def _number(value, key, path):
     """A YAML scalar as a number; YAML itself reads 1e-3 (without a dot) as text."""
     if isinstance(value, str):
-        try:
+        with suppress(ValueError):
             value = float(value)
-        except ValueError:
-            pass
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{path}: {key} has to be a number, not {value!r}")
     return value
@@ -97,10 +96,9 @@ def scale_hyp(hyp, num_layers, num_classes, image_size, label_smoothing=0.0):
 
     `image_size` is the training size in pixels (one number). The reference point is 3 layers, 80 classes, 640 px.
     """
-    layers = 3.0 / num_layers
     return hyp | {
-        "box": hyp["box"] * layers,
-        "cls": hyp["cls"] * num_classes / 80.0 * layers,
-        "obj": hyp["obj"] * (image_size / 640) ** 2 * layers,
+        "box": hyp["box"] * (3.0 / num_layers),
+        "cls": hyp["cls"] * (num_classes / 80.0 * 3.0 / num_layers),
+        "obj": hyp["obj"] * ((image_size / 640) ** 2 * 3.0 / num_layers),
         "label_smoothing": label_smoothing,
     }

@@ -1,0 +1,47 @@
+"""Models from checkpoint files, under the import path that other tools expect."""
+
+import torch
+from torch import nn
+
+from models.yolo import Model
+from utils.checkpoint import read_checkpoint, transfer
+
+
+class Ensemble(nn.ModuleList):
+    """Several models as one: their predictions [B x n x no] stand behind each other; names and stride of the last."""
+
+    def forward(self, images, augment=False):
+        return torch.cat([model(images, augment=augment)[0] for model in self], 1), None
+
+
+def rebuild(stored, source="checkpoint"):
+    """A Model (float32, evaluation mode) of a StoredModel: built from its yaml, then filled.
+
+    Raises ValueError when there is no yaml, or when the tensors do not fit the model that it describes.
+    """
+    if stored.yaml is None:
+        raise ValueError(
+            f"{source} holds only tensors and no model yaml: train from it with --cfg, then use that result"
+        )
+    with torch.random.fork_rng(devices=[]):  # building draws initial weights, which are overwritten
+        model = Model(dict(stored.yaml))
+    num_taken, num_own = transfer(model, stored.state), len(model.state_dict())
+    if num_taken != num_own:
+        raise ValueError(f"{source}: only {num_taken} of the {num_own} tensors of its model fit; the file is damaged")
+    for name, value in stored.attributes.items():
+        setattr(model, name, value)
+    return model.eval()
+
+
+def attempt_load(weights, map_location=None):
+    """The fused model of a checkpoint, ready for inference on `map_location`; a list of paths gives an Ensemble.
+
+    Raises ValueError, naming the file, for anything that is not a readable YOLOv7 checkpoint.
+    """
+    paths = weights if isinstance(weights, (list, tuple)) else [weights]
+    models = [rebuild(read_checkpoint(path).for_inference(), path).fuse().eval().to(map_location) for path in paths]
+    if len(models) == 1:
+        return models[0]
+    ensemble = Ensemble(models)
+    ensemble.names, ensemble.stride = models[-1].names, models[-1].stride
+    return ensemble

@@ -1,0 +1,161 @@
+"""Every flag of train.py and test.py, and the way of options into and out of opt.yaml."""
+
+import argparse
+import logging
+from pathlib import Path
+
+import yaml
+
+logger = logging.getLogger(__name__)
+
+
+def train_parser():
+    """The command line of train.py: stock's flags first, then ours, all of them off by default."""
+    parser = argparse.ArgumentParser("train.py", description="Train a YOLOv7 detector.")
+    group = parser.add_argument_group("what to train")
+    add = group.add_argument
+    add("--weights", default="", help="weights to start from (.pt); empty: from scratch")
+    add("--cfg", default="", help="model yaml, e.g. cfg/training/yolov7-tiny.yaml; empty: the one inside --weights")
+    add("--data", default="data/coco.yaml", help="data set yaml")
+    add("--hyp", default="data/hyp.scratch.p5.yaml", help="hyper-parameter yaml")
+    add("--epochs", type=int, default=300)
+    add("--batch-size", type=int, default=16, help="images per step, over all GPUs together")
+    add("--img-size", nargs="+", type=int, default=[640, 640], help="training and validation size in pixels")
+    add("--single-cls", action="store_true", help="treat all classes as one")
+    add("--freeze", nargs="+", type=int, default=[0], help="N: the first N layers; several numbers: those layers")
+    add("--resume", nargs="?", const=True, default=False, help="continue the newest run, or the given last.pt")
+
+    group = parser.add_argument_group("how to train")
+    add = group.add_argument
+    add("--rect", action="store_true", help="rectangular training batches (no mosaic)")
+    add("--multi-scale", action="store_true", help="vary the image size by +-50%% from batch to batch")
+    add("--image-weights", action="store_true", help="draw images by the classes that score worst")
+    add("--quad", action="store_true", help="collate four images into one of double size")
+    add("--adam", action="store_true", help="Adam instead of SGD")
+    add("--linear-lr", action="store_true", help="linear learning rate schedule instead of cosine")
+    add("--label-smoothing", type=float, default=0.0)
+    add("--noautoanchor", action="store_true", help="skip the anchor check")
+    add("--evolve", nargs="?", type=int, const=300, default=0, help="search hyper-parameters for N (300) generations")
+    add("--allow-background", action="store_true", help="train although no training image has a box")
+
+    group = parser.add_argument_group("machine")
+    add = group.add_argument
+    add("--device", default="", help="cpu, 0, or 0,1; empty: the first GPU, else the CPU")
+    add("--workers", type=int, default=8, help="loader processes, at most")
+    add("--cache-images", action="store_true", help="keep the resized images in RAM")
+    add("--sync-bn", action="store_true", help="batch statistics over all processes (with torchrun)")
+    add("--local_rank", "--local-rank", type=int, default=-1, help="set by launchers")
+
+    group = parser.add_argument_group("faster paths (off by default)")
+    add = group.add_argument
+    add("--fast-dataloader", action="store_true", help="shortcut for --persistent-workers --worker-tensor")
+    add("--persistent-workers", action="store_true", help="loader workers live across epochs (needs workers > 0)")
+    add("--worker-tensor", action="store_true", help="workers assemble the batches; the main process copies nothing")
+
+    group = parser.add_argument_group("what is written")
+    add = group.add_argument
+    add("--project", default="runs/train", help="folder of all runs")
+    add("--name", default="exp", help="folder of this run; a number is appended if it exists")
+    add("--exist-ok", action="store_true", help="write into the run folder even if it exists")
+    add("--nosave", action="store_true", help="save only the last checkpoint")
+    add("--notest", action="store_true", help="validate only after the last epoch")
+    add("--test-batch-size", type=int, default=None, help="validation batch; default twice the training batch")
+    add("--v5-metric", action="store_true", help="close the recall axis at 1.0 in AP")
+
+    group = parser.add_argument_group("accepted for compatibility, without effect here")
+    add = group.add_argument
+    add("--bucket", default="", help="Google storage bucket")
+    add("--entity", default=None, help="W&B entity")
+    add("--upload_dataset", action="store_true", help="W&B: upload the data set")
+    add("--bbox_interval", type=int, default=-1, help="W&B: interval of box pictures")
+    add("--save_period", type=int, default=-1, help="W&B: interval of model uploads")
+    add("--artifact_alias", default="latest", help="W&B: alias of the data set")
+    return parser
+
+
+def test_parser():
+    """The command line of test.py."""
+    parser = argparse.ArgumentParser("test.py", description="Score a YOLOv7 detector on a data set.")
+    add = parser.add_argument
+    add("--weights", nargs="+", default=["yolov7.pt"], help="checkpoint; several form an ensemble")
+    add("--data", default="data/coco.yaml", help="data set yaml")
+    add("--batch-size", type=int, default=32)
+    add("--img-size", type=int, default=640, help="pixels")
+    add("--conf-thres", type=float, default=0.001, help="smallest confidence that counts")
+    add("--iou-thres", type=float, default=0.65, help="IoU above which NMS removes a box")
+    add("--task", default="val", help="train, val, test: the split to score; speed; study (over image sizes)")
+    add("--device", default="", help="cpu or 0")
+    add("--single-cls", action="store_true", help="treat all classes as one")
+    add("--augment", action="store_true", help="test-time augmentation")
+    add("--verbose", action="store_true", help="a row for each class")
+    add("--save-txt", action="store_true", help="write the detections of each image to labels/*.txt")
+    add("--save-hybrid", action="store_true", help="merge the labels into the detections (implies --save-txt)")
+    add("--save-conf", action="store_true", help="add the confidence to --save-txt")
+    add("--save-json", action="store_true", help="write a COCO json and score it officially")
+    add("--save-per-class-ap", default=None, metavar="FILE", help="write the AP of every class to a json file")
+    add("--project", default="runs/test", help="folder of all tests")
+    add("--name", default="exp", help="folder of this test; a number is appended if it exists")
+    add("--exist-ok", action="store_true", help="write into the folder even if it exists")
+    add("--no-trace", action="store_true", help="accepted for compatibility: nothing is traced here")
+    add("--v5-metric", action="store_true", help="close the recall axis at 1.0 in AP")
+    return parser
+
+
+def explicit_options(parser, arguments=None):
+    """Only what the user typed, as a dict: the same parser without its defaults."""
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+    return vars(parser.parse_args(arguments))
+
+
+def check_train_options(opt):
+    """Raise ValueError for a value that no run could use; extend --img-size to (train, validation)."""
+    if not opt.cfg and not opt.weights:
+        raise ValueError("give --cfg (a model yaml) or --weights (a checkpoint): there is nothing to train")
+    lower_bounds = {"epochs": 1, "batch_size": 1, "workers": 0, "test_batch_size": 1}
+    for name, low in lower_bounds.items():
+        value = getattr(opt, name)
+        if value is not None and value < low:
+            raise ValueError(f"--{name.replace('_', '-')} {value} is too small: it has to be at least {low}")
+    if len(opt.img_size) > 2 or min(opt.img_size) < 1:
+        raise ValueError(f"--img-size {opt.img_size} has to be one or two positive numbers: training, validation")
+    if not 0 <= opt.label_smoothing < 1:
+        raise ValueError(f"--label-smoothing {opt.label_smoothing} has to be at least 0 and below 1")
+    opt.img_size = [opt.img_size[0], opt.img_size[-1]]
+
+
+def warn_about_idle_options(opt):
+    """One warning for flags that are understood and do nothing."""
+    idle = {"bucket": "", "entity": None, "upload_dataset": False, "bbox_interval": -1, "save_period": -1,
+            "artifact_alias": "latest"}  # fmt: skip
+    used = [f"--{name}" for name, default in idle.items() if getattr(opt, name, default) != default]
+    if used:
+        logger.warning("%s: accepted, but W&B and Google storage are not supported here; nothing is sent", used)
+
+
+def save_options(opt, path):
+    """Write the options as opt.yaml: plain values, sorted as they were parsed."""
+    values = {key: str(value) if isinstance(value, Path) else value for key, value in vars(opt).items()}
+    Path(path).write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+
+
+def load_options(path):
+    """Options of an earlier run from its opt.yaml; unknown keys are dropped with one warning, missing ones default.
+
+    Raises ValueError when the file is missing or no mapping.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: a run can only be resumed with the opt.yaml that it wrote")
+    stored = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(stored, dict):
+        raise ValueError(f"{path} has to be a mapping of options")
+    opt = train_parser().parse_args([])
+    runtime = {"save_dir", "total_batch_size", "world_size", "global_rank"}
+    unknown = [key for key in stored if key not in vars(opt) and key not in runtime]
+    if unknown:
+        logger.warning("%s: options unknown here are ignored: %s", path, ", ".join(map(str, unknown)))
+    for key, value in stored.items():
+        if key in vars(opt):
+            setattr(opt, key, value)
+    return opt
