@@ -1,0 +1,127 @@
+"""Read a model configuration: a YAML mapping whose strings are looked up, never evaluated as code."""
+
+import ast
+import re
+from copy import deepcopy
+from pathlib import Path
+
+import yaml
+from torch import nn
+
+ACTIVATIONS = {
+    name: getattr(nn, name)
+    for name in ("LeakyReLU", "SiLU", "ReLU", "ReLU6", "Hardswish", "Mish", "GELU", "Identity", "Sigmoid")
+}
+NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+CALL = re.compile(r"(?:torch\.)?nn\.(\w+)\((.*)\)")
+WORD = re.compile(r"[A-Za-z_]\w*")
+REQUIRED_KEYS = ("nc", "depth_multiple", "width_multiple", "anchors", "backbone", "head")
+
+
+def read_cfg(cfg):
+    """The configuration `cfg` (path of a YAML file, or a dict) as a new dict with every required key.
+
+    Raises ValueError if the file is missing, is not YAML, is not a mapping, or lacks a key.
+    """
+    where = describe(cfg)
+    content = deepcopy(cfg) if isinstance(cfg, dict) else _load(Path(cfg), where)
+    if not isinstance(content, dict):
+        raise ValueError(f"{where} must be a mapping with the keys {', '.join(REQUIRED_KEYS)}")
+    missing = [key for key in REQUIRED_KEYS if content.get(key) is None]
+    if missing:
+        raise ValueError(f"{where} lacks {', '.join(missing)}; add it as in cfg/training/yolov7-tiny.yaml")
+    for key in ("backbone", "head"):
+        if not isinstance(content[key], list):
+            raise ValueError(f"{where}: {key} must be a list of rows [from, number, module, args]")
+    for key in ("depth_multiple", "width_multiple"):
+        if not _is_number(content[key]) or content[key] <= 0:
+            raise ValueError(f"{where}: {key} must be a positive number, not {content[key]!r}")
+    if not isinstance(content["nc"], int) or content["nc"] < 1:
+        raise ValueError(f"{where}: nc must be the number of classes, not {content['nc']!r}")
+    return content
+
+
+def describe(cfg):
+    """How a message calls the configuration `cfg`, a path or a dict."""
+    return "the model configuration" if isinstance(cfg, dict) else f"model configuration {cfg}"
+
+
+def _load(path, where):
+    if not path.is_file():
+        raise ValueError(f"{where} does not exist; give the path of a YAML file, such as cfg/training/yolov7.yaml")
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{where} is not valid YAML: {error}") from error
+
+
+def resolve_argument(argument, names):
+    """The value of one argument of a row.
+
+    Numbers, booleans and lists are themselves. Of the strings, `None`, `True`, `False` and the keys of `names` (nc,
+    anchors) are replaced, a number is read as such, `nn.LeakyReLU(0.1)` and its like become a new module, and a plain
+    word stays a string. Raises ValueError for anything else.
+    """
+    if not isinstance(argument, str):
+        return argument
+    text = argument.strip()
+    constants = {"None": None, "True": True, "False": False, **names}
+    if text in constants:
+        return constants[text]
+    if NUMBER.fullmatch(text):
+        return ast.literal_eval(text)
+    call = CALL.fullmatch(text)
+    if call:
+        return _activation(text, *call.groups())
+    if WORD.fullmatch(text):
+        return text
+    raise ValueError(f"argument {argument!r} is neither a number, a word, nor an activation such as nn.LeakyReLU(0.1)")
+
+
+def _activation(text, name, inner):
+    """A new activation module from `nn.name(inner)`, where `inner` holds literals, positional or as name=value."""
+    if name not in ACTIVATIONS:
+        raise ValueError(f"unknown activation {text!r}; known are {', '.join('nn.' + key for key in ACTIVATIONS)}")
+    try:
+        values = ast.parse(f"f({inner})", mode="eval").body
+        positional = [ast.literal_eval(value) for value in values.args]
+        named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in values.keywords}
+        return ACTIVATIONS[name](*positional, **named)
+    except (SyntaxError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"the arguments of {text!r} are not understood: {error}") from error
+
+
+def check_row(row):
+    """(sources, number, module name, args) of a row; raises ValueError unless it is [from, number, module, args]."""
+    if not isinstance(row, list) or len(row) != 4:
+        raise ValueError("a row is [from, number, module, args]")
+    sources, number, name, args = row
+    sources = sources if isinstance(sources, list) else [sources]
+    if not sources or not all(type(source) is int for source in sources):
+        raise ValueError(f"from must be a layer index or a list of them, not {row[0]!r}")
+    if type(number) is not int or number < 1:
+        raise ValueError(f"number must be a positive integer, not {number!r}")
+    if not isinstance(name, str) or not isinstance(args, list):
+        raise ValueError("the module must be a name and args a list")
+    return sources, number, name, args
+
+
+def level_anchors(anchors, num_levels):
+    """One flat list [w, h, w, h, ...] in pixels per level, from such lists or from the number of anchors per level.
+
+    A number gives dummy values, to be replaced by auto-anchor. Raises ValueError if the lists do not fit the levels.
+    """
+    if type(anchors) is int and anchors > 0:
+        return [list(range(2 * anchors)) for _ in range(num_levels)]
+    if not isinstance(anchors, list) or not all(isinstance(level, list) for level in anchors):
+        raise ValueError(f"anchors must be a list of lists of pixels, or their number per level, not {anchors!r}")
+    lengths = {len(level) for level in anchors}
+    if len(anchors) != num_levels or len(lengths) != 1 or min(lengths) < 2 or min(lengths) % 2:
+        raise ValueError(f"{num_levels} levels need {num_levels} equally long anchor lists w,h,w,h,..., not {anchors}")
+    if not all(_is_number(side) for level in anchors for side in level):
+        raise ValueError(f"anchors must be numbers of pixels, not {anchors}")
+    return anchors
+
+
+def _is_number(value):
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
