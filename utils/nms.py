@@ -68,7 +68,7 @@ def _score(rows, conf_thres, multi_label):
 
 
 def _suppress(candidates, iou_thres, agnostic):
-    """The at most `MAX_DETECTIONS` rows of `candidates` [n x 6] that no better row overlaps by more than `iou_thres`."""
+    """The at most `MAX_DETECTIONS` rows of `candidates` [n x 6] that no better one overlaps beyond `iou_thres`."""
     if len(candidates) > MAX_CANDIDATES:
         candidates = candidates[candidates[:, 4].argsort(descending=True, stable=True)[:MAX_CANDIDATES]]
     boxes_xyxy = candidates[:, :4]
