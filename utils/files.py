@@ -1,0 +1,142 @@
+"""Files and folders: find them, number run folders, write so that nobody ever sees half a file, read text of any origin."""
+
+import codecs
+import os
+import re
+import secrets
+from contextlib import contextmanager
+from pathlib import Path
+
+PROJECT_ROOT = Path(__file__).resolve().parents[1]
+
+# The long marks come first, because the UTF-32 mark begins with the UTF-16 mark.
+BYTE_ORDER_MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+
+
+def check_file(path, suffixes=()):
+    """The existing file that `path` means, as a string.
+
+    Tried in order: `path` as it is (from the working directory), `path` from the project's own folder, then the only
+    file below one of the two whose path ends with `path`. An empty `path` stays empty: "no such file was asked for".
+    Raises ValueError when nothing or more than one file matches, or the suffix is not one of `suffixes`.
+    """
+    wanted = str(path)
+    if not wanted:
+        return ""
+    if suffixes and Path(wanted).suffix.lower() not in suffixes:
+        raise ValueError(f"{wanted}: expected a file ending in {' or '.join(suffixes)}")
+    if os.path.isdir(wanted):
+        raise ValueError(f"{wanted} is a folder, a file was expected")
+    places = list(dict.fromkeys((Path.cwd(), PROJECT_ROOT)))
+    for candidate in (Path(wanted).expanduser(), PROJECT_ROOT / wanted):
+        if candidate.is_file():
+            return str(candidate)
+    for place in places:
+        found = _files_ending_with(place, wanted)
+        if len(found) > 1:
+            raise ValueError(f"{wanted} does not exist and several files match, name one of: {', '.join(found)}")
+        if found:
+            return found[0]
+    raise ValueError(f"{wanted} does not exist, and nothing of that name lies below {' or '.join(map(str, places))}")
+
+
+def _files_ending_with(folder, wanted):
+    """Sorted paths of all files below `folder` (hidden folders left out) whose last parts equal those of `wanted`."""
+    parts = tuple(part for part in Path(wanted).parts if part not in (".", ".."))
+    if not parts or Path(wanted).is_absolute():
+        return []
+    found = []
+    for root, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        if parts[-1] in names:
+            candidate = Path(root, parts[-1])
+            if candidate.parts[-len(parts) :] == parts:
+                found.append(str(candidate))
+    return sorted(found)
+
+
+def increment_path(path, exist_ok=False):
+    """Create and return the run folder `path`; when it is taken, `path` + the next number (2, 3, ...).
+
+    The number is one more than the greatest in use. `mkdir` is the arbiter, so that two runs which start at the same
+    moment get two folders. With `exist_ok` the folder itself is used, new or not.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if exist_ok:
+        path.mkdir(exist_ok=True)
+        return path
+    candidate = path
+    while True:
+        try:
+            candidate.mkdir()
+            return candidate
+        except FileExistsError:
+            candidate = path.with_name(f"{path.name}{_highest_number(path) + 1}")
+
+
+def _highest_number(path):
+    """The greatest n among the existing entries `path`n; 1 when there is only `path` itself."""
+    pattern = re.compile(re.escape(path.name) + r"(\d+)")
+    numbers = [int(match[1]) for entry in path.parent.iterdir() if (match := pattern.fullmatch(entry.name))]
+    return max(numbers, default=1)
+
+
+@contextmanager
+def atomic_write(path, mode="wb", encoding=None, newline=None, fsync=False):
+    """Open a temporary neighbour of `path` for writing and move it over `path` when the block ends without an error.
+
+    Readers see the old file or the new one, never a part. After an error the old file is untouched and the temporary
+    one is gone. `fsync` waits until the data is on the disk, for files that must survive a power cut.
+    """
+    target = Path(os.path.realpath(path))  # write through a symbolic link instead of replacing it
+    if "b" not in mode and encoding is None:
+        encoding = "utf-8"
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        with open(temporary, mode.replace("w", "x"), encoding=encoding, newline=newline) as file:
+            yield file
+            file.flush()
+            if fsync:
+                os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_text(path):
+    """The text of a file, whatever program wrote it.
+
+    A byte order mark decides; without one the text is UTF-16 if every second byte of its beginning is zero, else UTF-8.
+    Bytes that are not UTF-8 become lone surrogates, as Python does for file names, so a list of odd names still works.
+    """
+    data = Path(path).read_bytes()
+    for mark, encoding in BYTE_ORDER_MARKS:
+        if data.startswith(mark):
+            return data.decode(encoding, "replace").replace("\ufeff", "")
+    start = data[:64]
+    if len(start) >= 4 and len(data) % 2 == 0:
+        for encoding, zeros, letters in (
+            ("utf-16-le", start[1::2], start[::2]),
+            ("utf-16-be", start[::2], start[1::2]),
+        ):
+            if not any(zeros) and all(letters):
+                return data.decode(encoding, "replace")
+    return data.decode("utf-8", "surrogateescape").replace("\ufeff", "")
+
+
+def split_lines(text):
+    """Lines of `text` ended by LF, CRLF or CR; unlike str.splitlines, no other character ends a line."""
+    return re.split(r"\r\n|\r|\n", text)
+
+
+def printable(path):
+    """`path` as text that any terminal or log file accepts; undecodable bytes are shown as \\udcXX."""
+    return str(path).encode("utf-8", "backslashreplace").decode("utf-8")
