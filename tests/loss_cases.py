@@ -1,0 +1,93 @@
+"""The golden loss cases as inputs for the matchers and losses, and small models to call these with."""
+
+import json
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from tests.parity import GOLDEN
+from utils.assign import Matches
+
+FOLDER = GOLDEN / "train"
+NAMES = [path.stem.removeprefix("loss_") for path in sorted(FOLDER.glob("loss_*.npz"))]
+AUXILIARY = [name for name in NAMES if "_aux_" in name]
+ORDINARY = [name for name in NAMES if "_aux_" not in name]
+# Where the project repairs stock: the width of a non-square image, costs of saturated predictions.
+RULED = {"g14_nc3_64x96_b2_nonsquare": "ruled_g14", "g15_nc3_64_b2_extreme_logits": "ruled_g15"}
+
+
+@dataclass
+class Case:
+    arrays: dict  # the golden file
+    model: SimpleNamespace
+    predictions: list  # leaves that want a gradient
+    targets: torch.Tensor
+    images: torch.Tensor
+
+    @property
+    def size(self):
+        return tuple(self.images.shape[-2:])
+
+    @property
+    def num_layers(self):
+        return self.model.model[-1].nl
+
+    def matching_inputs(self):
+        head = self.model.model[-1]
+        return self.predictions[: self.num_layers], self.targets, head.anchors, head.stride, self.size
+
+
+def load(name, device="cpu"):
+    with np.load(FOLDER / f"loss_{name}.npz") as file:
+        arrays = dict(file)
+    shape = [int(arrays[key]) for key in ("bs", "img_h", "img_w")]
+    predictions = []
+    while f"p{len(predictions)}" in arrays:
+        values = torch.tensor(arrays[f"p{len(predictions)}"], dtype=torch.float32, device=device)
+        predictions.append(values.requires_grad_())
+    model = model_with_head(
+        anchors=torch.tensor(arrays["anchors_grid"], device=device),
+        stride=torch.tensor(arrays["stride"]),  # on the CPU, as in stock models
+        num_classes=int(arrays["nc"]),
+        **json.loads(str(arrays["hyp"])),
+    )
+    targets = torch.tensor(arrays["targets"], device=device)
+    return Case(arrays, model, predictions, targets, torch.zeros(shape[0], 3, *shape[1:], device=device))
+
+
+def model_with_head(anchors, stride, num_classes, **hyp):
+    """A stand-in for a model: the attributes that the losses read. `hyp` over gains of 1 and nothing switched on."""
+    gains = {"box": 1.0, "obj": 1.0, "cls": 1.0, "cls_pw": 1.0, "obj_pw": 1.0, "anchor_t": 4.0, "fl_gamma": 0.0}
+    head = SimpleNamespace(nl=len(anchors), na=anchors.shape[1], nc=num_classes, anchors=anchors, stride=stride)
+    return SimpleNamespace(hyp=gains | hyp, gr=1.0, nc=num_classes, model=[head])
+
+
+def stable_arrays(name, arrays):
+    """(assignment, loss, items, dynamic k) with "lowest candidate index first" and with the project's repairs."""
+    if name in RULED:
+        with np.load(FOLDER / f"{RULED[name]}.npz") as file:
+            return tuple(file[f"ota_{key}"] for key in ("asg", "loss", "items", "dynamic_k"))
+    keys = ("ota_stable_asg", "ota_stable_loss", "ota_stable_items", "ota_dynamic_k")
+    return tuple(arrays[key] for key in keys)
+
+
+def rows(matches):
+    """Matches [n x 6: layer, image, anchor, y, x, target], as the golden assignments."""
+    return np.concatenate(
+        [
+            torch.stack((torch.full_like(target, layer), *matches.cells(layer), target), 1).cpu().numpy()
+            for layer, target in enumerate(matches.target)
+        ]
+    )
+
+
+def matches_of(golden_rows, anchors):
+    """The Matches that a golden assignment [n x 6] describes."""
+    golden = torch.tensor(golden_rows, dtype=torch.long, device=anchors.device)
+    layers = []
+    for layer in range(len(anchors)):
+        image, anchor, y, x, target = golden[golden[:, 0] == layer, 1:].unbind(1)
+        layers.append((image, anchor, y, x, target, anchors[layer][anchor]))
+    return Matches.of_layers(layers)
