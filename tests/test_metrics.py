@@ -128,11 +128,11 @@ def test_average_precision_of_three_predictions():
     strips = 49 * 1 + (1 + 2 / 3) / 2 + 49 * (2 / 3) + (2 / 3 + 0) / 2
     assert curves.ap[0, 0] == pytest.approx(strips / 100)
     assert curves.best == 0  # below the least confident prediction nothing changes any more: the first of equals
-    assert np.interp(0.8, curves.axis, curves.recall[0]) == pytest.approx(0.5, abs=1e-2)
+    assert np.interp(0.8, curves.confidence, curves.recall[0]) == pytest.approx(0.5, abs=1e-2)
     assert curves.recall[0, 0] == 1
     assert curves.recall[0, -1] == 0
     assert curves.precision[0, -1] == 1
-    assert curves.precision_at_recall[0, [0, 499, 999]] == pytest.approx([1, 1, 0], abs=1e-2)
+    assert curves.pr_precision[0, [0, 499, 999]] == pytest.approx([1, 1, 0], abs=1e-2)
 
 
 def test_average_precision_of_nothing():

@@ -50,23 +50,23 @@ def _first_of_each(values):
 
 @dataclass
 class Curves:
-    """Precision and recall of each class that has labels, over confidence and over recall; C classes, T thresholds.
+    """Precision and recall of each class that has labels; C classes, T IoU thresholds.
 
-    `precision`, `recall` and `f1` [C x 1000] belong to IoU 0.5 and to the confidences in `axis` [1000];
-    `precision_at_recall` [C x 1000] is the precision envelope at IoU 0.5 with `axis` as the recall.
+    All curves but `ap` belong to the first threshold (IoU 0.5).
     """
 
-    axis: np.ndarray
-    precision: np.ndarray
-    recall: np.ndarray
-    f1: np.ndarray
-    precision_at_recall: np.ndarray
+    confidence: np.ndarray  # [1000] where the next three are sampled
+    precision: np.ndarray  # [C x 1000]
+    recall: np.ndarray  # [C x 1000]
+    f1: np.ndarray  # [C x 1000]
+    pr_recall: np.ndarray  # [1000] where the next one is sampled
+    pr_precision: np.ndarray  # [C x 1000] the best precision at that recall or above
     ap: np.ndarray  # [C x T]
     classes: np.ndarray  # [C] ascending class ids
 
     @property
     def best(self):
-        """Index along `axis` of the confidence with the largest mean F1, 0 without classes."""
+        """Index along `confidence` of the point with the largest mean F1, 0 without classes."""
         return int(self.f1.mean(0).argmax()) if len(self.classes) else 0
 
 
@@ -101,7 +101,7 @@ def precision_recall_curves(tp, conf, pred_cls, target_cls, v5_metric=False):
                 envelope[row] = np.interp(axis, r, p)
 
     f1 = 2 * precision * recall / (precision + recall + 1e-16)
-    return Curves(axis, precision, recall, f1, envelope, ap, classes.astype(np.int32))
+    return Curves(axis, precision, recall, f1, axis, envelope, ap, classes.astype(np.int32))
 
 
 def _envelope(recall, precision, v5_metric):
