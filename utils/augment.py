@@ -1,0 +1,241 @@
+"""Augmentations of one training picture and its labels: letterbox, warp, colours, copy-paste, mixup.
+
+Pictures are uint8 [H x W x 3] BGR. Labels are float32 [n x 5: class, x1, y1, x2, y2] in pixels. Segments are one
+polygon [m x 2] in pixels for each label; a label that is only a box has an empty one [0 x 2].
+
+Every function that draws uses Python's global generator, except the colour gains and the mixup ratio, which come
+from NumPy's. Which calls are made in which order is part of the contract: equal seeds give stock YOLOv7's batches.
+"""
+
+import math
+import random
+from dataclasses import dataclass
+
+import cv2
+import numpy as np
+
+from utils.boxes import bbox_ioa, resample_segments
+
+GREY = 114  # what lies outside the picture
+MAX_OVERLAP = 0.30  # share of a label that something pasted may cover
+
+
+def letterbox(img, new_shape=(640, 640), color=(GREY, GREY, GREY), auto=True, scaleFill=False, scaleup=True, stride=32):
+    """Resize `img` into `new_shape` (side or (height, width)) keeping its aspect ratio, and fill up with borders.
+
+    `auto` pads only to the next multiple of `stride`, `scaleFill` stretches instead, without `scaleup` a small picture
+    keeps its size. Returns (picture, (ratio x, ratio y), (pad x, pad y)), where the pads are one side's, perhaps x.5.
+    """
+    height, width = img.shape[:2]
+    target_height, target_width = (new_shape, new_shape) if isinstance(new_shape, int) else new_shape
+
+    gain = min(target_height / height, target_width / width)
+    if not scaleup:
+        gain = min(gain, 1.0)
+    ratio = gain, gain
+    inner_width, inner_height = max(round(width * gain), 1), max(round(height * gain), 1)
+    pad_x, pad_y = target_width - inner_width, target_height - inner_height
+    if auto:
+        pad_x, pad_y = pad_x % stride, pad_y % stride
+    elif scaleFill:
+        pad_x, pad_y = 0.0, 0.0
+        inner_width, inner_height = target_width, target_height
+        ratio = target_width / width, target_height / height
+    pad_x, pad_y = pad_x / 2, pad_y / 2
+
+    if (inner_height, inner_width) != (height, width):
+        img = cv2.resize(img, (int(inner_width), int(inner_height)), interpolation=cv2.INTER_LINEAR)
+    top, bottom = round(pad_y - 0.1), round(pad_y + 0.1)
+    left, right = round(pad_x - 0.1), round(pad_x + 0.1)
+    img = cv2.copyMakeBorder(img, top, bottom, left, right, cv2.BORDER_CONSTANT, value=color)
+    return img, ratio, (pad_x, pad_y)
+
+
+@dataclass(frozen=True)
+class Warp:
+    """A drawn geometric transform: `matrix` [3 x 3] takes source pixels to pixels of the `width` x `height` output."""
+
+    matrix: np.ndarray
+    scale: float
+    width: int
+    height: int
+    has_perspective: bool
+
+    def points(self, points):
+        """Source points [k x 2] in pixels of the output [k x 2, float64]."""
+        homogeneous = np.ones((len(points), 3))
+        homogeneous[:, :2] = points
+        moved = homogeneous @ self.matrix.T
+        return moved[:, :2] / moved[:, 2:] if self.has_perspective else moved[:, :2]
+
+    def image(self, img):
+        """The output picture; `img` itself if nothing would change."""
+        if img.shape[:2] == (self.height, self.width) and (self.matrix == np.eye(3)).all():
+            return img
+        size, border = (self.width, self.height), (GREY, GREY, GREY)
+        if self.has_perspective:
+            return cv2.warpPerspective(img, self.matrix, dsize=size, borderValue=border)
+        return cv2.warpAffine(img, self.matrix[:2], dsize=size, borderValue=border)
+
+    def source_area(self):
+        """Box (x1, y1, x2, y2) outside of which no source pixel is read; infinite if the horizon is in the picture."""
+        corners = [[0, self.width, 0, self.width], [0, 0, self.height, self.height], [1, 1, 1, 1]]
+        x, y, depth = np.linalg.inv(self.matrix) @ corners
+        if (depth <= 0).any():
+            return -math.inf, -math.inf, math.inf, math.inf
+        x, y = x / depth, y / depth
+        margin = 2  # interpolation reads the neighbours
+        return x.min() - margin, y.min() - margin, x.max() + margin, y.max() + margin
+
+    def boxes(self, boxes_xyxy):
+        """Boxes around the moved corners of `boxes_xyxy` [n x 4], clipped to the output [n x 4, float64]."""
+        corners = boxes_xyxy[:, [0, 1, 2, 3, 0, 3, 2, 1]].reshape(-1, 2)
+        corners = self.points(corners).reshape(-1, 4, 2)
+        moved = np.concatenate((corners.min(1), corners.max(1)), axis=1)
+        moved[:, 0::2] = moved[:, 0::2].clip(0, self.width)
+        moved[:, 1::2] = moved[:, 1::2].clip(0, self.height)
+        return moved
+
+    def polygon_boxes(self, polygons):
+        """Boxes around the parts of `polygons` (list of [m x 2]) inside the output; zeros for none [n x 4, float64]."""
+        boxes = np.zeros((len(polygons), 4))
+        near = np.flatnonzero(self._may_reach_output(polygons))
+        if len(near) == 0:
+            return boxes
+        outlines = resample_segments([polygons[i] for i in near])
+        x, y = self.points(outlines.reshape(-1, 2)).T.reshape(2, len(near), -1)
+        inside = (x >= 0) & (y >= 0) & (x <= self.width) & (y <= self.height)
+        low = [np.where(inside, values, np.inf).min(1) for values in (x, y)]
+        high = [np.where(inside, values, -np.inf).max(1) for values in (x, y)]
+        seen = (inside & (x != 0)).any(1)  # stock behaviour: an outline that shows only at x = 0 does not count
+        boxes[near[seen]] = np.stack((*low, *high), axis=1)[seen]
+        return boxes
+
+    def _may_reach_output(self, polygons):
+        """False for polygons that lie beside the output as a whole [n], so that their outline need not be sampled."""
+        if self.has_perspective:
+            return np.ones(len(polygons), bool)
+        starts = np.cumsum([0] + [len(points) for points in polygons[:-1]])
+        vertices = self.points(np.concatenate(polygons))
+        low, high = np.minimum.reduceat(vertices, starts), np.maximum.reduceat(vertices, starts)
+        margin = 1  # far above any rounding
+        return ((high >= -margin) & (low <= (self.width + margin, self.height + margin))).all(1)
+
+
+def draw_warp(height, width, degrees=10, translate=0.1, scale=0.1, shear=10, perspective=0.0, border=(0, 0)):
+    """Draw (8 x uniform) a Warp for a `height` x `width` picture; `border` is added to each side of the output."""
+    out_height, out_width = height + 2 * border[0], width + 2 * border[1]
+
+    to_origin = np.eye(3)
+    to_origin[:2, 2] = -width / 2, -height / 2
+
+    tilt = np.eye(3)
+    tilt[2, 0] = random.uniform(-perspective, perspective)
+    tilt[2, 1] = random.uniform(-perspective, perspective)
+
+    angle = random.uniform(-degrees, degrees)
+    gain = random.uniform(1 - scale, 1.1 + scale)  # stock behaviour: 1.1, so pictures grow on average
+    rotation = np.eye(3)
+    rotation[:2] = cv2.getRotationMatrix2D(center=(0, 0), angle=angle, scale=gain)
+
+    slant = np.eye(3)
+    slant[0, 1] = math.tan(random.uniform(-shear, shear) * math.pi / 180)
+    slant[1, 0] = math.tan(random.uniform(-shear, shear) * math.pi / 180)
+
+    to_place = np.eye(3)
+    to_place[0, 2] = random.uniform(0.5 - translate, 0.5 + translate) * out_width
+    to_place[1, 2] = random.uniform(0.5 - translate, 0.5 + translate) * out_height
+
+    matrix = to_place @ slant @ rotation @ tilt @ to_origin
+    return Warp(matrix, gain, out_width, out_height, has_perspective=bool(perspective))
+
+
+def warp_labels(labels, segments, warp):
+    """The labels [n x 5] that are still worth learning after `warp`, with their new boxes.
+
+    A label with a polygon gets the box of its visible outline and may shrink to 1 % of its area; a mere box is moved
+    by its corners and must keep 10 %. `segments` is empty or has one entry for each label.
+    """
+    if len(labels) == 0:
+        return labels
+    assert len(segments) in (0, len(labels)), "one segment for each label"
+    boxes = warp.boxes(labels[:, 1:5])
+    least_share = np.full(len(labels), 0.10)
+    # stock behaviour: polygons whose every coordinate is zero count as boxes
+    if any(points.any() for points in segments):
+        rows = np.flatnonzero([len(points) > 0 for points in segments])
+        boxes[rows] = warp.polygon_boxes([segments[row] for row in rows])
+        least_share[rows] = 0.01
+    keep = box_candidates(labels[:, 1:5].T * warp.scale, boxes.T, area_thr=least_share)
+    kept = labels[keep]
+    kept[:, 1:5] = boxes[keep]
+    return kept
+
+
+def random_perspective(
+    img, targets=(), segments=(), degrees=10, translate=0.1, scale=0.1, shear=10, perspective=0.0, border=(0, 0)
+):
+    """Draw a warp and apply it to picture, `targets` [n x 5] and `segments`; returns (picture, targets)."""
+    warp = draw_warp(*img.shape[:2], degrees, translate, scale, shear, perspective, border)
+    return warp.image(img), warp_labels(targets, segments, warp)
+
+
+def box_candidates(box1, box2, wh_thr=2, ar_thr=20, area_thr=0.1, eps=1e-16):
+    """Whether boxes [4 x n: x1, y1, x2, y2] may become `box2` [4 x n]: not tiny, too thin or mostly gone; [n] bool."""
+    width1, height1 = box1[2] - box1[0], box1[3] - box1[1]
+    width2, height2 = box2[2] - box2[0], box2[3] - box2[1]
+    big_enough = (width2 > wh_thr) & (height2 > wh_thr)
+    kept_share = width2 * height2 / (width1 * height1 + eps)
+    elongation = np.maximum(width2 / (height2 + eps), height2 / (width2 + eps))
+    return big_enough & (kept_share > area_thr) & (elongation < ar_thr)
+
+
+def augment_hsv(img, hgain=0.5, sgain=0.5, vgain=0.5):
+    """Scale hue, saturation and value of `img`, in place, by factors drawn from 1 - gain to 1 + gain.
+
+    stock behaviour: the (lossy) way to HSV and back is taken even if all gains are 0.
+    """
+    hue, saturation, value = np.random.uniform(-1, 1, 3) * [hgain, sgain, vgain] + 1
+    levels = np.arange(256.0)
+    tables = np.stack((levels * hue % 180, (levels * saturation).clip(0, 255), (levels * value).clip(0, 255)), axis=1)
+    hsv = cv2.LUT(cv2.cvtColor(img, cv2.COLOR_BGR2HSV), tables.astype(np.uint8)[:, None])
+    cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR, dst=img)
+
+
+def mixup(img1, labels1, img2, labels2):
+    """Blend two pictures of equal size by a ratio drawn from Beta(8, 8); the labels of both are kept."""
+    ratio = np.random.beta(8.0, 8.0)
+    levels = np.arange(256)
+    blend = (levels[:, None] * ratio + levels * (1 - ratio)).astype(np.uint8)  # stock behaviour: truncated
+    pairs = (img1.astype(np.uint16) << 8) | img2
+    return blend.ravel()[pairs], np.concatenate((labels1, labels2))
+
+
+def copy_paste(img, labels, segments, probability):
+    """Paste mirror images of some objects at the mirrored place, where they hide little; `img` is changed in place.
+
+    Returns (picture, labels, segments) with the new objects at the end. Draws one sample() among the polygons, and
+    nothing if there are none or `probability` is 0. Source: Ghiasi et al. 2020 (arXiv 2012.07177), simplified.
+    """
+    polygon_rows = [row for row, points in enumerate(segments) if len(points)]
+    if not probability or not polygon_rows:
+        return img, labels, segments
+    width = img.shape[1]
+    segments = list(segments)
+    chosen = []
+    for j in random.sample(range(len(polygon_rows)), k=round(probability * len(polygon_rows))):
+        row = polygon_rows[j]
+        category, x1, y1, x2, y2 = labels[row]
+        mirrored = np.array([category, width - x2, y1, width - x1, y2], labels.dtype)
+        if (bbox_ioa(mirrored[1:], labels[:, 1:5]) < MAX_OVERLAP).all():
+            labels = np.concatenate((labels, mirrored[None]))
+            points = segments[row]
+            segments.append(np.stack((width - points[:, 0], points[:, 1]), axis=1))
+            chosen.append(points.astype(np.int32))
+    if chosen:
+        objects = np.zeros_like(img)
+        for outline in chosen:
+            cv2.drawContours(objects, [outline], -1, (255, 255, 255), cv2.FILLED)
+        objects = cv2.flip(objects & img, 1)
+        np.copyto(img, objects, where=objects > 0)  # stock behaviour: channel values of 0 are not copied
+    return img, labels, segments

@@ -1,0 +1,200 @@
+"""Pictures at the training size, and mosaics of them.
+
+A mosaic is drawn first and painted later: `Mosaic` knows from the sizes alone where each picture lies, and reads only
+those of which something shows. Draws never depend on pixels, so this changes no random stream.
+"""
+
+import random
+from typing import NamedTuple
+
+import cv2
+import numpy as np
+
+from utils.augment import GREY, copy_paste, draw_warp, warp_labels
+from utils.boxes import xyn2xy, xywhn2xyxy
+from utils.images import read_image
+from utils.paste_in import sample_segments
+
+NO_POLYGON = np.zeros((0, 2), np.float32)
+
+
+def load_image(dataset, index):
+    """Picture `index` at the training size: (uint8 [h x w x 3] BGR, (height, width) in the file, (h, w)).
+
+    A cached picture is returned itself, not as a copy; it is read-only.
+    """
+    if dataset.imgs[index] is not None:
+        return dataset.imgs[index], dataset.img_hw0[index], dataset.img_hw[index]
+    img = read_image(dataset.img_files[index])
+    height0, width0 = img.shape[:2]
+    height, width = resized_shape(height0, width0, dataset.img_size)
+    if max(height0, width0) != dataset.img_size:
+        shrinks = max(height0, width0) > dataset.img_size
+        method = cv2.INTER_AREA if shrinks and not dataset.augment else cv2.INTER_LINEAR
+        img = cv2.resize(img, (width, height), interpolation=method)
+    return img, (height0, width0), (height, width)
+
+
+def resized_shape(height, width, size):
+    """(height, width) of a picture whose long side becomes `size`; at least one pixel each.
+
+    stock behaviour: truncated, so that rounding makes some long sides one pixel shorter than `size`.
+    """
+    gain = size / max(height, width)
+    return max(int(height * gain), 1), max(int(width * gain), 1)
+
+
+class Tile(NamedTuple):
+    """Picture `index` of the data set, `width` x `height`, with its top left corner at (x, y), perhaps outside."""
+
+    index: int
+    x: int
+    y: int
+    width: int
+    height: int
+
+
+class Mosaic:
+    """A square canvas of twice the training size with pictures on it, painted when it is sliced like a picture."""
+
+    def __init__(self, dataset, tiles, window=None):
+        """`window` (x, y): where the canvas begins in the coordinates of the `tiles`; None is (0, 0)."""
+        self.dataset = dataset
+        self.tiles = tiles
+        self.window = window
+        self.side = 2 * dataset.img_size
+        self.shape = self.side, self.side, 3
+
+    def labels(self):
+        """Labels of all pictures [n x 5: class, x1, y1, x2, y2] in pixels, clipped to the canvas."""
+        rows = [self.dataset.labels[tile.index] for tile in self.tiles]
+        place = np.array([tile[1:] for tile in self.tiles], np.float32)
+        x, y, width, height = np.repeat(place, [len(labels) for labels in rows], axis=0).T
+        labels = np.concatenate(rows)
+        boxes = xywhn2xyxy(labels[:, 1:], width, height, x, y)
+        if self.window is not None:
+            boxes -= np.array(self.window * 2, np.float32)
+        labels[:, 1:] = boxes.clip(0, self.side)
+        return labels
+
+    def segments(self):
+        """The polygon [m x 2] of each label in pixels, clipped to the canvas; [0 x 2] for a mere box."""
+        segments = []
+        for tile in self.tiles:
+            polygons = self.dataset.segments[tile.index]
+            for points in polygons or [NO_POLYGON] * len(self.dataset.labels[tile.index]):
+                points = xyn2xy(points, tile.width, tile.height, tile.x, tile.y)
+                if self.window is not None:
+                    points = points - np.array(self.window)  # float64 from here on, as stock has it
+                segments.append(points.clip(0, self.side))
+        return segments
+
+    def __getitem__(self, slices):
+        """Pixels of `mosaic[y1:y2, x1:x2]` [h x w x 3]; reads only the pictures that show there."""
+        rows, columns = slices
+        (y1, y2, _), (x1, x2, _) = rows.indices(self.side), columns.indices(self.side)
+        return self._paint((x1, y1, x2, y2))
+
+    def painted(self, visible_area):
+        """The whole canvas, on which the pictures outside of `visible_area` (x1, y1, x2, y2) may be missing."""
+        return self._paint((0, 0, self.side, self.side), visible_area)
+
+    def _paint(self, area, visible_area=None):
+        left, top, right, bottom = area
+        seen_x1, seen_y1, seen_x2, seen_y2 = visible_area or area
+        origin_x, origin_y = self.window or (0, 0)
+        canvas = np.full((bottom - top, right - left, 3), GREY, np.uint8)
+        for tile in self.tiles:
+            x, y = tile.x - origin_x, tile.y - origin_y
+            if x < seen_x2 and y < seen_y2 and x + tile.width > seen_x1 and y + tile.height > seen_y1:
+                _paste(canvas, self._picture(tile), x - left, y - top)
+        return canvas
+
+    def _picture(self, tile):
+        img, _, shape = load_image(self.dataset, tile.index)
+        if shape != (tile.height, tile.width):
+            raise ValueError(
+                f"{self.dataset.img_files[tile.index]}: the picture changed its size since the labels were scanned; "
+                "start again, so that it is scanned anew"
+            )
+        return img
+
+
+def _paste(canvas, img, x, y):
+    """Copy `img` into `canvas` with its top left corner at (x, y); what lies outside is cut off."""
+    height, width = canvas.shape[:2]
+    left, top = max(x, 0), max(y, 0)
+    right, bottom = min(x + img.shape[1], width), min(y + img.shape[0], height)
+    if left < right and top < bottom:
+        canvas[top:bottom, left:right] = img[top - y : bottom - y, left - x : right - x]
+
+
+def _shape(dataset, index):
+    width, height = dataset.shapes[index].tolist()
+    return resized_shape(height, width, dataset.img_size)
+
+
+def draw_mosaic4(dataset, index):
+    """Picture `index` and three others round a random centre: top left, top right, bottom left, bottom right."""
+    size = dataset.img_size
+    centre_y, centre_x = (int(random.uniform(-border, 2 * size + border)) for border in dataset.mosaic_border)
+    indices = [index, *random.choices(dataset.indices, k=3)]
+    tiles = []
+    for i, (is_right, is_below) in zip(indices, ((0, 0), (1, 0), (0, 1), (1, 1)), strict=True):
+        height, width = _shape(dataset, i)
+        x = centre_x if is_right else centre_x - width
+        y = centre_y if is_below else centre_y - height
+        tiles.append(Tile(i, x, y, width, height))
+    return Mosaic(dataset, tiles)
+
+
+def draw_mosaic9(dataset, index):
+    """Picture `index` with eight others clockwise round it, seen through a window at a random place."""
+    size = dataset.img_size
+    indices = [index, *random.choices(dataset.indices, k=8)]
+    shapes = [_shape(dataset, i) for i in indices]
+    h, w = zip(*shapes, strict=True)
+    left, top, right, bottom = size, size, size + w[0], size + h[0]  # edges of the picture in the middle
+    corners = (
+        (left, top),
+        (left, top - h[1]),
+        (left + w[1], top - h[2]),
+        (right, top),
+        (right, top + h[3]),
+        (right - w[5], bottom),
+        (right - w[5] - w[6], bottom),
+        (left - w[7], bottom - h[7]),
+        (left - w[8], bottom - h[7] - h[8]),
+    )
+    tiles = [Tile(i, *corner, w, h) for i, corner, (h, w) in zip(indices, corners, shapes, strict=True)]
+    window_y, window_x = (int(random.uniform(0, size)) for _ in range(2))
+    return Mosaic(dataset, tiles, window=(window_x, window_y))
+
+
+def load_mosaic(dataset, index):
+    """A warped mosaic of four: (picture [s x s x 3], labels [n x 5: class, x1, y1, x2, y2])."""
+    return _warped(draw_mosaic4(dataset, index), dataset.hyp, dataset.mosaic_border)
+
+
+def load_mosaic9(dataset, index):
+    """A warped mosaic of nine: (picture [s x s x 3], labels [n x 5: class, x1, y1, x2, y2])."""
+    return _warped(draw_mosaic9(dataset, index), dataset.hyp, dataset.mosaic_border)
+
+
+def load_samples(dataset, index):
+    """Draw a mosaic of four and half of its objects with polygons, for paste-in: a list of Sample."""
+    mosaic = draw_mosaic4(dataset, index)
+    return sample_segments(mosaic, mosaic.labels(), mosaic.segments(), probability=0.5)
+
+
+def _warped(mosaic, hyp, border):
+    labels, segments = mosaic.labels(), mosaic.segments()
+    canvas = None
+    if hyp["copy_paste"]:
+        canvas = mosaic[:, :]
+        canvas, labels, segments = copy_paste(canvas, labels, segments, hyp["copy_paste"])
+    ranges = (hyp[name] for name in ("degrees", "translate", "scale", "shear", "perspective"))
+    warp = draw_warp(mosaic.side, mosaic.side, *ranges, border)
+    if canvas is None:
+        canvas = mosaic.painted(warp.source_area())
+    return warp.image(canvas), warp_labels(labels, segments, warp)
