@@ -1,4 +1,4 @@
-"""Files and folders: find them, number run folders, write so that nobody ever sees half a file, read text of any origin."""
+"""Files and folders: find them, number run folders, write whole files or nothing, read text of any origin."""
 
 import codecs
 import os

@@ -1,0 +1,113 @@
+"""From a path entry of the data yaml to the sorted list of pictures, and from pictures to their label files."""
+
+import os
+from pathlib import Path
+
+from utils.files import printable, read_text, split_lines
+from utils.images import IMAGE_SUFFIXES
+from utils.label_text import Note
+
+LINE_IGNORED = "list entry ignored"
+
+
+def expand_paths(path):
+    """Sorted picture paths for a directory, a list file, or a list of those; ValueError names what does not work.
+
+    Sorting is by code points, upper case before lower case and a10 before a2, as in stock YOLOv7.
+    """
+    return find_images(path)[0]
+
+
+def img2label_paths(paths):
+    """Label path of every picture: the last folder called `images` becomes `labels`, the suffix becomes `txt`."""
+    return [_label_path(path) for path in paths]
+
+
+def find_images(path):
+    """(sorted picture paths without repetition, notes about list lines that led nowhere) for `expand_paths`."""
+    entries = path if isinstance(path, (list, tuple)) else [path]
+    found, notes = [], []
+    for entry in entries:
+        entry = Path(entry)
+        if entry.is_dir():
+            found += _images_below(str(entry))
+        elif entry.is_file():
+            listed, remarks = _images_listed_in(entry)
+            found += listed
+            notes += remarks
+        else:
+            raise ValueError(
+                f"{printable(entry)} does not exist; a folder of images or a list of image paths is needed"
+            )
+    unique = _without_repetitions(sorted(found), notes)
+    if not unique:
+        raise ValueError(
+            f"no images in {', '.join(map(printable, entries))}; supported suffixes: {', '.join(IMAGE_SUFFIXES)}"
+            + "".join(f"; {note.place}: {note.reason}" for note in notes[:3])
+        )
+    return unique, notes
+
+
+def _is_image(name):
+    return "." in name and name.rpartition(".")[2].lower() in IMAGE_SUFFIXES
+
+
+def _images_below(folder):
+    """Pictures in `folder` and all folders below it, hidden ones left out; symbolic links are followed once."""
+    found, visited = [], set()
+    for root, folders, names in os.walk(folder, followlinks=True):
+        visited.add(os.path.realpath(root))
+        folders[:] = [
+            name for name in folders if not name.startswith(".") and not _leads_back(os.path.join(root, name), visited)
+        ]
+        found += [os.path.join(root, name) for name in names if _is_image(name) and not name.startswith(".")]
+    return found
+
+
+def _leads_back(folder, visited):
+    return os.path.islink(folder) and os.path.realpath(folder) in visited
+
+
+def _images_listed_in(list_file):
+    """(picture paths, notes) of a text file with one path a line; blank lines and `#` comments are skipped."""
+    found, notes = [], []
+    folder = str(list_file.parent)
+    for number, line in enumerate(split_lines(read_text(list_file)), 1):
+        line = line.strip()
+        if not line:
+            continue
+        path = _resolve(line, folder)
+        if path and _is_image(path):
+            found.append(path)
+        elif not line.startswith("#"):
+            reason = "not an image suffix" if path else "no such file, neither beside the list nor from here"
+            notes.append(Note(LINE_IGNORED, reason, f"{printable(list_file)}:{number} {printable(line)}"))
+    return found, notes
+
+
+def _resolve(line, folder):
+    """The existing file that a list line means, relative to the list's `folder`, else to the working directory."""
+    for text in dict.fromkeys((line, line.replace("\\", "/"))):  # the second for lists made on Windows
+        text = text[2:] if text.startswith("./") else text
+        for candidate in (os.path.join(folder, text), text):
+            if os.path.isfile(candidate):
+                return candidate
+    return None
+
+
+def _without_repetitions(paths, notes):
+    """`paths` without those that name a file again; each repetition is added to `notes`."""
+    unique = {}
+    for path in paths:
+        if unique.setdefault(os.path.abspath(path), path) is not path:
+            notes.append(Note(LINE_IGNORED, "the image is named more than once", printable(path)))
+    return list(unique.values())
+
+
+def _label_path(path):
+    folder, separator, name = path.rpartition("/") if os.sep == "/" else path.replace("\\", "/").rpartition("/")
+    parts = folder.split("/")
+    if "images" in parts:
+        last = len(parts) - 1 - parts[::-1].index("images")
+        parts[last] = "labels"
+    return "/".join(parts) + separator + name.rpartition(".")[0] + ".txt"

@@ -1,0 +1,203 @@
+"""Scan a data set: verify every picture, read every label file, count, repair, report, and remember the result."""
+
+import logging
+import os
+from collections import Counter
+from dataclasses import dataclass
+from multiprocessing.pool import ThreadPool
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from utils.files import printable, read_text, split_lines
+from utils.image_lists import expand_paths, find_images, img2label_paths
+from utils.images import verify_image
+from utils.label_cache import cache_location, load_cache, save_cache, signature
+from utils.label_text import ROW_DROPPED, Note, gather, parse_label_text
+
+__all__ = [
+    "ScannedDataset",
+    "all_background",
+    "check_class_ids",
+    "expand_paths",
+    "img2label_paths",
+    "parse_label_text",
+    "scan_dataset",
+]
+
+logger = logging.getLogger(__name__)
+
+IMAGE_DROPPED = "image dropped"
+NO_LABEL_FILE = "no label file, image is background"
+FOUND, MISSING, EMPTY, DROPPED = "found", "missing", "empty", "dropped"
+THREADS = min(8, os.cpu_count() or 1)
+
+
+@dataclass
+class ScannedDataset:
+    """The usable pictures of a data set with their labels, in the order of the data set; all lists are parallel."""
+
+    img_files: list  # paths as strings
+    label_files: list  # where the label file is or would be
+    labels: list  # float32 [n x 5: class, x, y, w, h normalised] an image
+    segments: list  # an image: [] without polygons, else one float32 [m x 2] a row ([0 x 2] for a box row)
+    shapes: np.ndarray  # float64 [images x 2: width, height] of the upright pictures
+    counts: dict  # found (empty ones included), missing, empty, dropped, total images; dropped_rows, repaired_rows
+    findings: list  # utils.label_text.Finding: everything that was dropped, repaired or missing
+
+    @property
+    def messages(self):
+        """One line a finding, for people."""
+        return [str(finding) for finding in self.findings]
+
+
+class _Record(NamedTuple):
+    """What the scan of one picture gives; `size` is None when the picture is dropped."""
+
+    status: str
+    size: tuple | None
+    rows: np.ndarray
+    segments: list
+    notes: list
+
+
+def scan_dataset(path, prefix=""):
+    """Read the data set at `path` (a folder, a list file, or a list of those); `prefix` begins every message.
+
+    Uses the label cache when nothing has changed since it was written. Dropped pictures and rows are reported through
+    logging with their reasons. Raises ValueError when the path leads to no usable picture.
+    """
+    img_files, list_notes = find_images(path)
+    label_files = img2label_paths(img_files)
+    cache_file = cache_location(path, label_files)
+    present = signature(img_files, label_files)
+    fields = load_cache(cache_file, present)
+    title = f"{prefix}Scanning {printable(os.path.dirname(label_files[0]) or '.')}"
+    if fields is None:
+        fields = _scan(img_files, label_files, title)
+        if fields["img_files"]:
+            save_cache(cache_file, present, fields)
+    else:
+        total = fields["counts"]["total"]
+        tqdm(total=total, initial=total, desc=f"{title} (cached) ... {_in_words(fields['counts'])}").close()
+    fields["findings"] = gather(list_notes) + fields["findings"]
+    scanned = ScannedDataset(**fields)
+    for message in scanned.messages:
+        logger.warning("%s%s", prefix, message)
+    if not scanned.img_files:
+        raise ValueError(f"{prefix}none of the {len(img_files)} images can be used. {'. '.join(scanned.messages)}")
+    return scanned
+
+
+def _scan(img_files, label_files, title):
+    """The fields of ScannedDataset, by looking at every file."""
+    records, status = [], Counter()
+    with ThreadPool(THREADS) as pool:
+        pairs = zip(img_files, label_files, strict=True)
+        bar = tqdm(pool.imap(_scan_one, pairs, chunksize=16), desc=title, total=len(img_files))
+        for record in bar:
+            records.append(record)
+            status[record.status] += 1
+            bar.desc = f"{title} ... {_in_words(_counts(status))}"
+        bar.refresh()
+        bar.close()
+    kept = [index for index, record in enumerate(records) if record.status != DROPPED]
+    findings = gather(note for record in records for note in record.notes)
+    return {
+        "img_files": [img_files[index] for index in kept],
+        "label_files": [label_files[index] for index in kept],
+        "labels": [records[index].rows for index in kept],
+        "segments": [records[index].segments for index in kept],
+        "shapes": np.array([records[index].size for index in kept], np.float64).reshape(-1, 2),
+        "counts": _counts(status) | _row_counts(findings),
+        "findings": findings,
+    }
+
+
+def _scan_one(pair):
+    """Verify one picture and read its labels; pair = (image path, label path)."""
+    img_file, label_file = pair
+    try:
+        size = verify_image(img_file)
+    except ValueError as error:
+        return _dropped(str(error), img_file)
+    try:
+        text = read_text(label_file)
+    except FileNotFoundError:
+        place = f"{printable(img_file)} (looked for {printable(label_file)})"
+        return _Record(MISSING, size, np.zeros((0, 5), np.float32), [], [Note(NO_LABEL_FILE, "labels missing", place)])
+    except OSError as error:
+        return _dropped(f"label file cannot be read ({error.strerror})", label_file)
+    rows, segments, notes = parse_label_text(text, label_file)
+    if not len(rows) and notes:
+        # an image whose objects cannot be read must not be trained as background
+        return _dropped("no usable row in its label file", label_file, notes)
+    return _Record(FOUND if len(rows) else EMPTY, size, rows, segments, notes)
+
+
+def _dropped(reason, place, notes=()):
+    return _Record(
+        DROPPED, None, np.zeros((0, 5), np.float32), [], [*notes, Note(IMAGE_DROPPED, reason, printable(place))]
+    )
+
+
+def _counts(status):
+    return {
+        FOUND: status[FOUND] + status[EMPTY],
+        MISSING: status[MISSING],
+        EMPTY: status[EMPTY],
+        DROPPED: status[DROPPED],
+        "total": status.total(),
+    }
+
+
+def _row_counts(findings):
+    dropped = sum(finding.count for finding in findings if finding.effect == ROW_DROPPED)
+    repaired = sum(finding.count for finding in findings if finding.effect == "row repaired")
+    return {"dropped_rows": dropped, "repaired_rows": repaired}
+
+
+def _in_words(counts):
+    return f"{counts[FOUND]} found, {counts[MISSING]} missing, {counts[EMPTY]} empty, {counts[DROPPED]} dropped"
+
+
+def all_background(scanned):
+    """A sentence that says that there is no box in the whole data set, or "" if there is one."""
+    if any(map(len, scanned.labels)):
+        return ""
+    found, missing = scanned.counts[FOUND], scanned.counts[MISSING]
+    if found:
+        return f"no boxes in {found} label files, e.g. {printable(scanned.label_files[0])}"
+    return f"no label files for {missing} images, e.g. {printable(scanned.label_files[0])} does not exist"
+
+
+def check_class_ids(labels, label_files, nc, names=()):
+    """Raise ValueError when a class id lies outside 0..nc-1; the message names files, lines and the likely mistake."""
+    bad = [
+        (file, rows)
+        for rows, file in zip(labels, label_files, strict=True)
+        if ((rows[:, 0] < 0) | (rows[:, 0] >= nc)).any()
+    ]
+    if not bad:
+        return
+    ids = np.concatenate([rows[:, 0] for rows in labels if len(rows)])
+    worst = int(ids.min()) if ids.min() < 0 else int(ids.max())
+    examples = [place for file, _ in bad[:3] for place in _places_of_bad_ids(file, nc)[:1]]
+    hint = "ids start at 0"
+    if ids.min() == 1 and ids.max() == nc:
+        hint += "; these run from 1 to nc, so they look 1-based: subtract 1 from each"
+    raise ValueError(
+        f"class ids must lie in 0..{nc - 1} (nc is {nc}{': ' if names else ''}{', '.join(list(names)[:10])}), but "
+        f"{len(bad)} label file(s) hold others, the worst id is {worst}: {', '.join(examples)}; {hint}"
+    )
+
+
+def _places_of_bad_ids(label_file, nc):
+    """`file:line` of every row of a label file whose class id lies outside 0..nc-1."""
+    places = []
+    for number, line in enumerate(split_lines(read_text(label_file)), 1):
+        rows, _, _ = parse_label_text(line)
+        if len(rows) and not 0 <= rows[0, 0] < nc:
+            places.append(f"{printable(label_file)}:{number}")
+    return places
