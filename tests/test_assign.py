@@ -261,8 +261,9 @@ def test_the_order_of_the_targets_does_not_matter():
     assert sorted(found.tolist()) == sorted(shuffled.tolist())
 
 
-def test_half_precision_predictions_match_as_their_values_in_single_precision():
-    half = [prediction.half() for prediction in random_predictions(64, 64)]
-    single = [prediction.float() for prediction in half]
-    inputs = random_targets(), ANCHORS, STRIDES, (64, 64)
-    assert rows(assign.ota(half, *inputs)).tolist() == rows(assign.ota(single, *inputs)).tolist()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_low_precision_predictions_match_as_their_values_in_single_precision(dtype):
+    low = [prediction.to(dtype) for prediction in random_predictions(64, 64)]
+    single = [prediction.float() for prediction in low]
+    inputs = random_targets(30), ANCHORS, STRIDES, (64, 64)
+    assert rows(assign.ota(low, *inputs)).tolist() == rows(assign.ota(single, *inputs)).tolist()

@@ -227,7 +227,12 @@ def test_autobalance_moves_the_balance_towards_equal_layers():
     compute_loss = ComputeLoss(model, autobalance=True)
     compute_loss(predictions, torch.zeros(0, 6))
     moved = [0.9999 * before + 0.0001 / LOG2 for before in (4.0, 1.0, 0.4)]
-    assert compute_loss.balance == pytest.approx([weight / moved[1] for weight in moved])
+    balanced = pytest.approx([weight / moved[1] for weight in moved])
+    assert compute_loss.balance == balanced
+
+    compute_loss = ComputeLossAuxOTA(model, autobalance=True)  # auxiliary outputs have no say
+    compute_loss([*predictions, *(p + 3 for p in predictions)], torch.zeros(0, 6), torch.zeros(1, 3, 64, 64))
+    assert compute_loss.balance == balanced
 
 
 # --- robustness ------------------------------------------------------------------------------------------------------
