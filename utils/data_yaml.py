@@ -1,0 +1,164 @@
+"""The data yaml: where the images are and what the classes are called.
+
+Keys: `train`, `val`, `test` (each a folder, a list file, or a list of those), `names` (list, or dict with the keys
+0, 1, 2, ...), and optionally `nc`, `path` (what the entries are relative to), `annotations` (COCO json of `val`).
+
+An entry is looked for in this order, and the first place that exists is taken:
+1. below `path`, if that key is there; a relative `path` counts from the yaml's folder, then from the working directory;
+2. as written, from the working directory (stock behaviour: the only place);
+3. from the yaml's own folder;
+4. from the yaml's own folder without the leading `../` (Roboflow writes `../train/images` beside `train/`).
+"""
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from utils.files import printable, read_text
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """A data yaml with its paths resolved."""
+
+    train: str | list | None
+    val: str | list | None
+    test: str | list | None
+    nc: int
+    names: list  # nc strings
+    is_coco: bool  # COCO itself: predictions get COCO's 91 category numbers and a COCO score
+    annotations: str | None  # COCO json of the val split
+    raw: dict  # the file as it was read
+
+
+def load_data_yaml(path, single_cls=False, needed=("train", "val")):
+    """Read the data yaml at `path`; `single_cls` merges all classes into one.
+
+    The entries named in `needed` must exist; the others are resolved if they do. Raises ValueError, naming the file, for
+    broken yaml, missing entries (with every place that was tried), and for `nc` and `names` that disagree. Nothing is
+    downloaded and no command in the file is run.
+    """
+    raw = read_yaml(path)
+    nc, names = _classes(path, raw, single_cls)
+    return DataConfig(
+        **{key: _resolve_key(path, raw, key, key in needed) for key in ("train", "val", "test")},
+        nc=nc,
+        names=names,
+        is_coco=str(path).endswith("coco.yaml"),
+        annotations=_resolve_key(path, raw, "annotations", False),
+        raw=raw,
+    )
+
+
+def read_yaml(path):
+    """The mapping in a yaml file; ValueError with file and line if it is not one."""
+    try:
+        text = read_text(path)
+    except OSError as error:
+        raise ValueError(f"{printable(path)}: cannot be read ({error.strerror})") from error
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{printable(path)}:{_line_of(error, text)}: not valid yaml: {_problem(error)}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{printable(path)}: expected `key: value` lines, found {type(content).__name__}")
+    return content
+
+
+def _line_of(error, text):
+    mark = getattr(error, "problem_mark", None)
+    return mark.line + 1 if mark else text.count("\n", 0, getattr(error, "position", 0)) + 1
+
+
+def _problem(error):
+    return getattr(error, "problem", None) or getattr(error, "reason", None) or error
+
+
+def _classes(path, raw, single_cls):
+    """(nc, names) from the keys of the same name."""
+    names = _names(path, raw.get("names"))
+    if single_cls:
+        return 1, names if len(names) == 1 else ["item"]
+    nc = raw.get("nc", len(names))
+    if isinstance(nc, str) and nc.strip().isdigit():
+        nc = int(nc)
+    if isinstance(nc, bool) or not isinstance(nc, (int, float)) or nc != int(nc) or nc < 1:
+        raise ValueError(f"{printable(path)}: nc must be a whole number of at least 1, found {nc!r}")
+    if nc != len(names):
+        raise ValueError(f"{printable(path)}: nc is {nc} but there are {len(names)} names; correct one of them")
+    return int(nc), names
+
+
+def _names(path, names):
+    """Class names as a list of strings, from a list or from a dict with the keys 0, 1, 2, ..."""
+    if isinstance(names, dict):
+        try:
+            by_id = {int(key): name for key, name in names.items()}
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{printable(path)}: the keys of names must be numbers, {error}") from error
+        missing = sorted(set(range(len(names))) - set(by_id))
+        if missing:
+            raise ValueError(
+                f"{printable(path)}: names has the keys {sorted(by_id)[:10]}, but class ids run from 0 without gaps; "
+                f"missing: {', '.join(map(str, missing[:10]))}"
+            )
+        names = [by_id[index] for index in range(len(by_id))]
+    if not isinstance(names, list) or not names:
+        raise ValueError(f"{printable(path)}: names must be a list of class names, found {names!r}")
+    for index, name in enumerate(names):
+        if name is None or isinstance(name, (bool, list, dict)):
+            logger.warning("%s: names[%d] is read as %r; put the name in quotes", printable(path), index, name)
+    return [str(name) for name in names]
+
+
+def _resolve_key(path, raw, key, needed):
+    """The value of `key` with every entry replaced by the place where it exists."""
+    value = raw.get(key)
+    if value is None or value == "" or value == []:
+        if needed:
+            raise ValueError(f"{printable(path)}: the key `{key}` is missing; it says where the {key} images are")
+        return None
+    entries = value if isinstance(value, list) else [value]
+    resolved = [_resolve(path, raw, key, entry, needed) for entry in entries]
+    return resolved if isinstance(value, list) else resolved[0]
+
+
+def _resolve(path, raw, key, entry, needed):
+    if not isinstance(entry, str):
+        raise ValueError(f"{printable(path)}: {key} must be a path or a list of paths, found {entry!r}")
+    places = _places(Path(path).parent, raw.get("path"), entry.strip())
+    for place in places:
+        if os.path.exists(place):
+            return place
+    if not needed:
+        return entry
+    download = raw.get("download")
+    advice = (
+        f" The file has a download entry, which is never run here; fetch the data yourself: {str(download).strip()}"
+        if download
+        else ""
+    )
+    raise ValueError(
+        f"{printable(path)}: {key}: {entry} does not exist. Tried: {', '.join(map(os.path.abspath, places))}.{advice}"
+    )
+
+
+def _places(yaml_folder, base, entry):
+    """Candidates for `entry` in the order that the top of this file gives, without repetitions."""
+    entry = os.path.expanduser(entry)
+    candidates = []
+    for text in (entry, entry.replace("\\", "/")):  # the second for files made on Windows
+        if base:
+            base = os.path.expanduser(str(base)).strip()
+            candidates += [os.path.join(yaml_folder, base, text), os.path.join(base, text)]
+        candidates += [text, os.path.join(yaml_folder, text)]
+        inside = text
+        while inside.startswith("../"):
+            inside = inside[3:]
+        candidates.append(os.path.join(yaml_folder, inside))
+    return list(dict.fromkeys(candidates))
