@@ -27,6 +27,7 @@ MAX_OBJECTS = 5
 DIAMETERS = (0.16, 0.7)  # of an object, as a share of the image's shorter side
 MAX_HIDDEN = 0.35  # share of an object that later ones may cover
 MIN_CONTRAST = 90  # distance in BGR between an object's colour and the mean of what lies behind it
+FINENESS = 4  # masks are drawn this much finer, then averaged
 SUBPIXEL_BITS = 4  # fixed-point digits of the corners that OpenCV draws
 
 
@@ -68,12 +69,13 @@ class Thing:
         return abs(x @ np.roll(y, 1) - y @ np.roll(x, 1)) / 2
 
     def mask(self, height, width):
-        """Coverage of every pixel, 0..1 [height x width x 1, float32]; edges are smooth."""
-        canvas = np.zeros((height, width), np.uint8)
+        """Coverage of every pixel, 0..1 [height x width x 1, float32]."""
+        fine = np.zeros((height * FINENESS, width * FINENESS), np.uint8)
         # OpenCV counts from pixel centres, labels from pixel corners: half a pixel apart
-        corners = np.round((self.outline - 0.5) * 2**SUBPIXEL_BITS).astype(np.int32)
-        cv2.fillPoly(canvas, [corners], 255, lineType=cv2.LINE_AA, shift=SUBPIXEL_BITS)
-        return canvas[..., None].astype(np.float32) / 255
+        corners = np.round((self.outline * FINENESS - 0.5) * 2**SUBPIXEL_BITS).astype(np.int32)
+        cv2.fillPoly(fine, [corners], 255, shift=SUBPIXEL_BITS)
+        coarse = cv2.resize(fine, (width, height), interpolation=cv2.INTER_AREA)
+        return coarse[..., None].astype(np.float32) / 255
 
 
 # ---- textures: [height x width x 3, float32, BGR 0..255] -----------------------------------------------------------

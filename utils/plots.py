@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from utils.image_grid import PALETTE, class_name, output_to_targets, plot_images
+from utils.metrics import fitness
 
 __all__ = [
     "compare_results",
@@ -201,8 +202,7 @@ def plot_lr_scheduler(lrs, save_dir):
 def plot_curves(curves, save_dir, names=None):
     """PR_curve.png, F1_curve.png, P_curve.png and R_curve.png of the curves that the metrics returned.
 
-    `curves` has confidence [1000], precision, recall, f1 [classes x 1000], pr_recall [1000],
-    pr_precision [classes x 1000], ap [classes x 10] and classes [class ids]. Returns the files (none without classes).
+    `curves` is the metrics.Curves of a test, `names` names its class ids. Returns the files, none without classes.
     """
     class_ids = np.asarray(curves.classes)
     if not len(class_ids):
@@ -349,14 +349,14 @@ def plot_evolution(evolve_file, hyp_keys, save_dir):
             f"{evolve_file} has {table.shape[1]} columns, not 7 results and {len(hyp_keys)} hyper-parameters: "
             "it belongs to another set of hyper-parameters, move it away"
         )
-    fitness = 0.1 * table[:, 2] + 0.9 * table[:, 3]
-    best = int(np.nanargmax(fitness))
+    scores = fitness(table)
+    best = int(np.nanargmax(scores))
     columns = 6
     rows = -(-len(hyp_keys) // columns)
     figure, axes = _new_figure(rows, columns, size=(2.6 * columns, 2.3 * rows))
     for ax, key, values in zip(axes, hyp_keys, table[:, 7:].T, strict=False):
-        ax.scatter(values, fitness, s=10, color=PALETTE[0], alpha=0.5, linewidths=0)
-        ax.plot(values[best], fitness[best], "+", markersize=14, markeredgewidth=2, color=PALETTE[4])
+        ax.scatter(values, scores, s=10, color=PALETTE[0], alpha=0.5, linewidths=0)
+        ax.plot(values[best], scores[best], "+", markersize=14, markeredgewidth=2, color=PALETTE[4])
         _title(ax, f"{key} = {values[best]:.3g}")
     for ax in axes[len(hyp_keys) :]:
         ax.set_visible(False)

@@ -1,0 +1,56 @@
+# make train   set up .venv, draw the embedded data set, train yolov7-tiny on it, print the result
+# make test    set up .venv, run the test suite
+# make lint    set up .venv, check style and format
+# Any variable below can be given on the command line: make train EPOCHS=60 PYTHON=python3.12
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+PIP_FLAGS ?=
+PYTEST_FLAGS ?=
+
+TRAIN_IMAGES ?= 240
+VAL_IMAGES ?= 60
+SIZE ?= 160
+EPOCHS ?= 40
+BATCH ?= 16
+WORKERS ?= 2
+TRAIN_FLAGS ?=
+
+RUN := $(VENV)/bin/python
+INSTALLED := $(VENV)/installed
+RESULT := runs/shapes/tiny
+
+.PHONY: train test lint shapes
+.DELETE_ON_ERROR:
+
+train: shapes
+	$(RUN) train.py --data data/shapes.yaml --hyp data/hyp.shapes.yaml --cfg cfg/training/yolov7-tiny.yaml \
+	    --weights '' --img $(SIZE) $(SIZE) --batch-size $(BATCH) --epochs $(EPOCHS) --workers $(WORKERS) \
+	    --project runs/shapes --name tiny --exist-ok $(TRAIN_FLAGS)
+	@$(RUN) -c "from utils.plots import read_results; rows = read_results('$(RESULT)/results.txt'); \
+	    best = rows[rows[:, 10].argmax()]; \
+	    print(f'last epoch: mAP@.5 {rows[-1, 10]:.3f}, mAP@.5:.95 {rows[-1, 11]:.3f}'); \
+	    print(f'best epoch ({best[0]:.0f}): mAP@.5 {best[10]:.3f}, mAP@.5:.95 {best[11]:.3f}')"
+	@echo "weights: $(RESULT)/weights/best.pt"
+	@echo "pictures:"; ls $(RESULT)/*.png $(RESULT)/*.jpg | sed 's/^/  /'
+
+test: $(INSTALLED)
+	$(RUN) -m pytest $(PYTEST_FLAGS)
+
+lint: $(INSTALLED)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+shapes: $(INSTALLED)
+	$(RUN) tools/make_shapes.py --out shapes --train $(TRAIN_IMAGES) --val $(VAL_IMAGES) --size $(SIZE) --seed 0
+
+# The stamp is touched last: a set-up that was cut off is repeated, a finished one is not.
+$(INSTALLED): requirements.txt
+	@test -n "$(PYTHON)" || { echo "No python3 was found: install Python 3.10 or newer, or name it: make PYTHON=/path/to/python"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	    { echo "$(PYTHON) is missing or older than Python 3.10; name another one: make PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	    { echo "$(PYTHON) cannot make virtual environments: ensurepip is missing (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install $(PIP_FLAGS) -r requirements.txt
+	@touch $@
