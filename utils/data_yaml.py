@@ -39,9 +39,9 @@ class DataConfig:
 def load_data_yaml(path, single_cls=False, needed=("train", "val")):
     """Read the data yaml at `path`; `single_cls` merges all classes into one.
 
-    The entries named in `needed` must exist; the others are resolved if they do. Raises ValueError, naming the file, for
-    broken yaml, missing entries (with every place that was tried), and for `nc` and `names` that disagree. Nothing is
-    downloaded and no command in the file is run.
+    The entries named in `needed` must exist; the others are resolved if they do. Raises ValueError, naming the file,
+    for broken yaml, missing entries (with every place that was tried), and for `nc` and `names` that disagree. Nothing
+    is downloaded and no command in the file is run.
     """
     raw = read_yaml(path)
     nc, names = _classes(path, raw, single_cls)
@@ -49,7 +49,7 @@ def load_data_yaml(path, single_cls=False, needed=("train", "val")):
         **{key: _resolve_key(path, raw, key, key in needed) for key in ("train", "val", "test")},
         nc=nc,
         names=names,
-        is_coco=str(path).endswith("coco.yaml"),
+        is_coco=str(path).endswith("coco.yaml"),  # stock behaviour: the name decides
         annotations=_resolve_key(path, raw, "annotations", False),
         raw=raw,
     )
@@ -87,7 +87,7 @@ def _classes(path, raw, single_cls):
     nc = raw.get("nc", len(names))
     if isinstance(nc, str) and nc.strip().isdigit():
         nc = int(nc)
-    if isinstance(nc, bool) or not isinstance(nc, (int, float)) or nc != int(nc) or nc < 1:
+    if isinstance(nc, bool) or not isinstance(nc, (int, float)) or not float(nc).is_integer() or nc < 1:
         raise ValueError(f"{printable(path)}: nc must be a whole number of at least 1, found {nc!r}")
     if nc != len(names):
         raise ValueError(f"{printable(path)}: nc is {nc} but there are {len(names)} names; correct one of them")
@@ -98,7 +98,7 @@ def _names(path, names):
     """Class names as a list of strings, from a list or from a dict with the keys 0, 1, 2, ..."""
     if isinstance(names, dict):
         try:
-            by_id = {int(key): name for key, name in names.items()}
+            by_id = {int(str(key)): name for key, name in names.items()}
         except (TypeError, ValueError) as error:
             raise ValueError(f"{printable(path)}: the keys of names must be numbers, {error}") from error
         missing = sorted(set(range(len(names))) - set(by_id))

@@ -100,7 +100,7 @@ def atomic_write(path, mode="wb", encoding=None, newline=None, fsync=False):
         encoding = "utf-8"
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
     try:
-        with open(temporary, mode.replace("w", "x"), encoding=encoding, newline=newline) as file:
+        with temporary.open(mode.replace("w", "x"), encoding=encoding, newline=newline) as file:
             yield file
             file.flush()
             if fsync:

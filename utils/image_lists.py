@@ -53,19 +53,18 @@ def _is_image(name):
 
 
 def _images_below(folder):
-    """Pictures in `folder` and all folders below it, hidden ones left out; symbolic links are followed once."""
-    found, visited = [], set()
+    """Pictures in `folder` and all folders below it, hidden ones left out; symbolic links to folders are followed."""
+    found = []
     for root, folders, names in os.walk(folder, followlinks=True):
-        visited.add(os.path.realpath(root))
-        folders[:] = [
-            name for name in folders if not name.startswith(".") and not _leads_back(os.path.join(root, name), visited)
-        ]
+        folders[:] = [name for name in folders if not name.startswith(".") and not _leads_back(root, name)]
         found += [os.path.join(root, name) for name in names if _is_image(name) and not name.startswith(".")]
     return found
 
 
-def _leads_back(folder, visited):
-    return os.path.islink(folder) and os.path.realpath(folder) in visited
+def _leads_back(root, name):
+    """Whether folder `name` in `root` is a symbolic link to one of the folders that lead to it: an endless loop."""
+    folder = Path(root, name)
+    return folder.is_symlink() and any(folder.samefile(parent) for parent in folder.parents)
 
 
 def _images_listed_in(list_file):
@@ -105,7 +104,7 @@ def _without_repetitions(paths, notes):
 
 
 def _label_path(path):
-    folder, separator, name = path.rpartition("/") if os.sep == "/" else path.replace("\\", "/").rpartition("/")
+    folder, separator, name = path.replace(os.sep, "/").rpartition("/")
     parts = folder.split("/")
     if "images" in parts:
         last = len(parts) - 1 - parts[::-1].index("images")

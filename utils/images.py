@@ -15,6 +15,7 @@ How other sample types become 8-bit BGR:
 import io
 import os
 import struct
+from pathlib import Path
 
 import cv2
 import numpy as np
@@ -54,9 +55,9 @@ def read_image(path):
 
 
 def image_size(path):
-    """(width, height) in pixels of the picture as `read_image` returns it, from the header; ValueError if unreadable."""
+    """(width, height) in pixels of what `read_image` returns, from the header; ValueError if it cannot be read."""
     try:
-        with open(path, "rb") as file:
+        with Path(path).open("rb") as file:
             if _is_tiff(file.read(4)):
                 return _upright(*_tiff_header(file)[:3])
             with Image.open(file) as image:
@@ -73,7 +74,7 @@ def verify_image(path):
     is seen without decoding. Other formats are decoded. Nothing is printed and nothing on disk is changed.
     """
     try:
-        with open(path, "rb") as file:
+        with Path(path).open("rb") as file:
             size = _verify_open_file(path, file)
     except OSError as error:
         raise ValueError(f"cannot be opened ({error.strerror or error})") from error
@@ -83,31 +84,31 @@ def verify_image(path):
 
 
 def _verify_open_file(path, file):
+    """`verify_image` for an open file, without the test of the sides."""
     start = file.read(4)
     if not start:
         raise ValueError("empty file (0 bytes)")
     try:
         image = Image.open(file)
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"more pixels than Pillow accepts ({error})") from error
     except Exception as error:  # see image_size
-        if _is_tiff(start):
-            return _verify_by_reading(path)  # Pillow knows fewer kinds of TIFF than OpenCV
-        if isinstance(error, Image.DecompressionBombError):
-            raise ValueError("more pixels than Pillow accepts (Image.MAX_IMAGE_PIXELS)") from error
-        raise ValueError(
-            "not an image" if isinstance(error, Image.UnidentifiedImageError) else f"broken ({error})"
-        ) from error
+        if _is_tiff(start):  # OpenCV knows more kinds of TIFF than Pillow
+            return _verify_rare_tiff(path)
+        known = not isinstance(error, Image.UnidentifiedImageError)
+        raise ValueError(f"broken header ({error})" if known else "not an image") from error
     if image.format not in READABLE_FORMATS:
         raise ValueError(f"content is {image.format}, which is not supported")
-    if image.format in ("JPEG", "MPO"):
-        if not _jpeg_is_complete(file):
-            raise ValueError("truncated JPEG (no end marker)")
-    else:
-        _verify_by_decoding(path)
-    return image_size(path)
+    if image.format not in ("JPEG", "MPO"):
+        _decode_with_pillow(path)
+        return image_size(path)
+    if not _jpeg_is_complete(file):
+        raise ValueError("truncated JPEG (no end marker)")
+    return _upright(*image.size, _orientation(image, file))
 
 
-def _verify_by_decoding(path):
-    """Decode with Pillow, which reports what is missing and prints nothing; PNG check sums are compared first."""
+def _decode_with_pillow(path):
+    """Raise ValueError if anything is missing; Pillow prints nothing. PNG check sums are compared first."""
     try:
         with Image.open(path) as image:
             if image.format == "PNG":
@@ -118,8 +119,9 @@ def _verify_by_decoding(path):
         raise ValueError(f"truncated or broken ({error})") from error
 
 
-def _verify_by_reading(path):
+def _verify_rare_tiff(path):
     try:
+        image_size(path)  # a broken header is refused here, so that OpenCV does not print about it
         height, width = read_image(path).shape[:2]
     except ValueError as error:
         raise ValueError("not a readable TIFF") from error

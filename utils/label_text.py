@@ -1,9 +1,10 @@
-"""The text of a label file: one object a line, `class x y w h` or `class x1 y1 x2 y2 x3 y3 ...`, fractions of the image.
+"""The text of a label file, one object a line: `class x y w h` or `class x1 y1 x2 y2 x3 y3 ...`, fractions of the image.
 
 Every row is what its own length says: 5 numbers are a box, class plus three or more points are a polygon, 6 numbers are
 a box with a confidence that is ignored. A row that cannot be used is dropped alone, with its file, line and reason.
 """
 
+import math
 import re
 from collections import Counter, defaultdict
 from typing import NamedTuple
@@ -131,7 +132,7 @@ def _numbers(tokens):
         numbers = [float(token) for token in tokens]
     except ValueError:
         return _refuse_text(tokens)
-    if not np.isfinite(numbers).all():
+    if not all(map(math.isfinite, numbers)):
         raise ValueError("NaN or infinite number")
     return numbers
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import warnings
 from collections import Counter
 from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
@@ -14,12 +15,12 @@ from utils.files import printable, read_text, split_lines
 from utils.image_lists import expand_paths, find_images, img2label_paths
 from utils.images import verify_image
 from utils.label_cache import cache_location, load_cache, save_cache, signature
-from utils.label_text import ROW_DROPPED, Note, gather, parse_label_text
+from utils.label_text import ROW_DROPPED, ROW_REPAIRED, Note, gather, parse_label_text
 
 __all__ = [
     "ScannedDataset",
-    "all_background",
     "check_class_ids",
+    "check_has_boxes",
     "expand_paths",
     "img2label_paths",
     "parse_label_text",
@@ -93,7 +94,8 @@ def scan_dataset(path, prefix=""):
 def _scan(img_files, label_files, title):
     """The fields of ScannedDataset, by looking at every file."""
     records, status = [], Counter()
-    with ThreadPool(THREADS) as pool:
+    with ThreadPool(THREADS) as pool, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="PIL")  # what is wrong with a picture is reported below
         pairs = zip(img_files, label_files, strict=True)
         bar = tqdm(pool.imap(_scan_one, pairs, chunksize=16), desc=title, total=len(img_files))
         for record in bar:
@@ -153,51 +155,53 @@ def _counts(status):
 
 
 def _row_counts(findings):
-    dropped = sum(finding.count for finding in findings if finding.effect == ROW_DROPPED)
-    repaired = sum(finding.count for finding in findings if finding.effect == "row repaired")
-    return {"dropped_rows": dropped, "repaired_rows": repaired}
+    totals = Counter()
+    for finding in findings:
+        totals[finding.effect] += finding.count
+    return {"dropped_rows": totals[ROW_DROPPED], "repaired_rows": totals[ROW_REPAIRED]}
 
 
 def _in_words(counts):
     return f"{counts[FOUND]} found, {counts[MISSING]} missing, {counts[EMPTY]} empty, {counts[DROPPED]} dropped"
 
 
-def all_background(scanned):
-    """A sentence that says that there is no box in the whole data set, or "" if there is one."""
-    if any(map(len, scanned.labels)):
-        return ""
-    found, missing = scanned.counts[FOUND], scanned.counts[MISSING]
-    if found:
-        return f"no boxes in {found} label files, e.g. {printable(scanned.label_files[0])}"
-    return f"no label files for {missing} images, e.g. {printable(scanned.label_files[0])} does not exist"
+def check_has_boxes(labels, label_files):
+    """Raise ValueError when a training set holds no box at all; the message says what was looked for."""
+    if any(map(len, labels)):
+        return
+    read = [file for file in label_files if os.path.isfile(file)]
+    if read:
+        problem = f"no boxes in {len(read)} label files, e.g. {printable(read[0])}"
+    else:
+        problem = f"no label files for {len(label_files)} images, e.g. {printable(label_files[0])} does not exist"
+    raise ValueError(f"{problem}; --allow-background trains all the same, on background only")
 
 
 def check_class_ids(labels, label_files, nc, names=()):
     """Raise ValueError when a class id lies outside 0..nc-1; the message names files, lines and the likely mistake."""
-    bad = [
-        (file, rows)
-        for rows, file in zip(labels, label_files, strict=True)
-        if ((rows[:, 0] < 0) | (rows[:, 0] >= nc)).any()
-    ]
-    if not bad:
+    ids = np.concatenate([np.zeros(0, np.float32), *(rows[:, 0] for rows in labels)])
+    if not len(ids) or (ids.min() >= 0 and ids.max() < nc):
         return
-    ids = np.concatenate([rows[:, 0] for rows in labels if len(rows)])
-    worst = int(ids.min()) if ids.min() < 0 else int(ids.max())
-    examples = [place for file, _ in bad[:3] for place in _places_of_bad_ids(file, nc)[:1]]
+    bad = [file for file, rows in zip(label_files, labels, strict=True) if _outside(rows[:, 0], nc).any()]
+    worst = int(ids.min() if ids.min() < 0 else ids.max())
     hint = "ids start at 0"
-    if ids.min() == 1 and ids.max() == nc:
-        hint += "; these run from 1 to nc, so they look 1-based: subtract 1 from each"
+    if ids.min() >= 1 and ids.max() == nc:
+        hint += ", these look 1-based (no 0, the highest is nc): subtract 1 from each"
+    known = f"nc is {nc}{': ' if names else ''}{', '.join(list(names)[:10])}{', ...' if len(names) > 10 else ''}"
     raise ValueError(
-        f"class ids must lie in 0..{nc - 1} (nc is {nc}{': ' if names else ''}{', '.join(list(names)[:10])}), but "
-        f"{len(bad)} label file(s) hold others, the worst id is {worst}: {', '.join(examples)}; {hint}"
+        f"class ids must lie in 0..{nc - 1} ({known}), but {len(bad)} label file(s) hold others, the worst id is {worst}: "
+        f"{', '.join(_first_bad_line(file, nc) for file in bad[:3])}; {hint}"
     )
 
 
-def _places_of_bad_ids(label_file, nc):
-    """`file:line` of every row of a label file whose class id lies outside 0..nc-1."""
-    places = []
+def _outside(ids, nc):
+    return (ids < 0) | (ids >= nc)
+
+
+def _first_bad_line(label_file, nc):
+    """`file:line` of the first row whose class id lies outside 0..nc-1."""
     for number, line in enumerate(split_lines(read_text(label_file)), 1):
         rows, _, _ = parse_label_text(line)
-        if len(rows) and not 0 <= rows[0, 0] < nc:
-            places.append(f"{printable(label_file)}:{number}")
-    return places
+        if _outside(rows[:, 0], nc).any():
+            return f"{printable(label_file)}:{number}"
+    return printable(label_file)
