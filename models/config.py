@@ -1,12 +1,15 @@
 """Read a model configuration: a YAML mapping whose strings are looked up, never evaluated as code."""
 
 import ast
+import logging
 import re
 from copy import deepcopy
 from pathlib import Path
 
 import yaml
 from torch import nn
+
+logger = logging.getLogger(__name__)
 
 ACTIVATIONS = {
     name: getattr(nn, name)
@@ -18,10 +21,11 @@ WORD = re.compile(r"[A-Za-z_]\w*")
 REQUIRED_KEYS = ("nc", "depth_multiple", "width_multiple", "anchors", "backbone", "head")
 
 
-def read_cfg(cfg):
-    """The configuration `cfg` (path of a YAML file, or a dict) as a new dict with every required key.
+def read_cfg(cfg, ch=3, nc=None, anchors=None):
+    """The configuration `cfg` (path of a YAML file, or a dict) as a new, complete and checked dict.
 
-    Raises ValueError if the file is missing, is not YAML, is not a mapping, or lacks a key.
+    `nc` and `anchors` (their number per level) override the file; `ch` input channels are added unless the file has its
+    own. Raises ValueError if the file is missing, is not YAML, is not a mapping, or lacks or misuses a key.
     """
     where = describe(cfg)
     content = deepcopy(cfg) if isinstance(cfg, dict) else _load(Path(cfg), where)
@@ -30,15 +34,29 @@ def read_cfg(cfg):
     missing = [key for key in REQUIRED_KEYS if content.get(key) is None]
     if missing:
         raise ValueError(f"{where} lacks {', '.join(missing)}; add it as in cfg/training/yolov7-tiny.yaml")
+    content.setdefault("ch", ch)
+    if nc and nc != content["nc"]:
+        logger.info("Overriding nc=%s of %s with nc=%s", content["nc"], where, nc)
+        content["nc"] = nc
+    if anchors:
+        logger.info("Overriding the anchors of %s with %s per level", where, anchors)
+        content["anchors"] = round(anchors) if _is_number(anchors) else anchors
+    _check_values(content, where)
+    return content
+
+
+def _check_values(content, where):
     for key in ("backbone", "head"):
         if not isinstance(content[key], list):
             raise ValueError(f"{where}: {key} must be a list of rows [from, number, module, args]")
     for key in ("depth_multiple", "width_multiple"):
         if not _is_number(content[key]) or content[key] <= 0:
             raise ValueError(f"{where}: {key} must be a positive number, not {content[key]!r}")
-    if not isinstance(content["nc"], int) or content["nc"] < 1:
-        raise ValueError(f"{where}: nc must be the number of classes, not {content['nc']!r}")
-    return content
+    for key, meaning in (("nc", "classes"), ("ch", "input channels")):
+        if not is_count(content[key]):
+            raise ValueError(f"{where}: {key} must be the number of {meaning}, not {content[key]!r}")
+    if not is_count(content["anchors"]) and not isinstance(content["anchors"], list):
+        raise ValueError(f"{where}: anchors must be lists of pixels or their number, not {content['anchors']!r}")
 
 
 def describe(cfg):
@@ -99,7 +117,7 @@ def check_row(row):
     sources = sources if isinstance(sources, list) else [sources]
     if not sources or not all(type(source) is int for source in sources):
         raise ValueError(f"from must be a layer index or a list of them, not {row[0]!r}")
-    if type(number) is not int or number < 1:
+    if not is_count(number):
         raise ValueError(f"number must be a positive integer, not {number!r}")
     if not isinstance(name, str) or not isinstance(args, list):
         raise ValueError("the module must be a name and args a list")
@@ -111,7 +129,7 @@ def level_anchors(anchors, num_levels):
 
     A number gives dummy values, to be replaced by auto-anchor. Raises ValueError if the lists do not fit the levels.
     """
-    if type(anchors) is int and anchors > 0:
+    if is_count(anchors):
         return [list(range(2 * anchors)) for _ in range(num_levels)]
     if not isinstance(anchors, list) or not all(isinstance(level, list) for level in anchors):
         raise ValueError(f"anchors must be a list of lists of pixels, or their number per level, not {anchors!r}")
@@ -121,6 +139,11 @@ def level_anchors(anchors, num_levels):
     if not all(_is_number(side) for level in anchors for side in level):
         raise ValueError(f"anchors must be numbers of pixels, not {anchors}")
     return anchors
+
+
+def is_count(value):
+    """Whether `value` is a positive integer (and not a boolean)."""
+    return type(value) is int and value > 0
 
 
 def _is_number(value):

@@ -44,7 +44,7 @@ def count_macs(model, side):
     """Multiply-adds of one eval-mode pass over a zero image of `side` x `side` pixels.
 
     Counted as thop 0.1.1 does, so that the figures compare with published ones: convolutions without their bias, four
-    per batch-norm output, one per up-sampled pixel, nothing else.
+    per batch-norm output, one per up-sampled pixel, nothing else. An auxiliary head counts until the model is fused.
     """
     total = 0
 
@@ -63,6 +63,8 @@ def count_macs(model, side):
     weight = next(model.parameters())
     try:
         model.eval()
+        head = model.model[-1]
+        head.training = not getattr(head, "implicit_folded", False)
         model(torch.zeros(1, model.yaml["ch"], side, side, device=weight.device, dtype=weight.dtype))
     finally:
         for hook in hooks:

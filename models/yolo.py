@@ -23,7 +23,7 @@ from models.common import (
     RepConv,
     Shortcut,
 )
-from models.config import check_row, describe, level_anchors, read_cfg, resolve_argument
+from models.config import check_row, describe, is_count, level_anchors, read_cfg, resolve_argument
 from models.summary import model_summary, timed
 
 logger = logging.getLogger(__name__)
@@ -91,11 +91,12 @@ class Detect(nn.Module):
 
     def _decode(self, level, raw):
         """A raw map [b x na x ny x nx x no] as boxes [b x na*ny*nx x no]: xywh in pixels, then probabilities."""
+        batch, na, ny, nx, no = raw.shape
         y = raw.sigmoid()
-        grid = cell_grid(*raw.shape[2:4], device=raw.device)
+        grid = cell_grid(ny, nx, raw.device)
         xy = (y[..., 0:2] * 2.0 - 0.5 + grid) * self.stride[level]  # float32 also in a half-precision model
         wh = (y[..., 2:4] * 2) ** 2 * self.anchor_grid[level]
-        return torch.cat((xy.to(y.dtype), wh.to(y.dtype), y[..., 4:]), -1).view(raw.shape[0], -1, self.no)
+        return torch.cat((xy.to(y.dtype), wh.to(y.dtype), y[..., 4:]), -1).view(batch, na * ny * nx, no)
 
     def output_biases(self):
         """The bias of every output convolution, with the level it belongs to."""
@@ -182,10 +183,8 @@ class Model(nn.Module):
     def __init__(self, cfg, ch=3, nc=None, anchors=None):
         super().__init__()
         self.traced = False
-        self.yaml = read_cfg(cfg)
+        self.yaml = read_cfg(cfg, ch, nc, anchors)
         self.yaml_file = None if isinstance(cfg, dict) else Path(cfg).name
-        self._override(nc, anchors)
-        self.yaml.setdefault("ch", ch)
         self.names = [str(i) for i in range(self.yaml["nc"])]
         try:
             self.model, self.save = parse_model(self.yaml, self.yaml["ch"])
@@ -195,14 +194,6 @@ class Model(nn.Module):
         self._initialise_biases()
         self._configure_norms_and_activations()
         self.info()
-
-    def _override(self, nc, anchors):
-        if nc and nc != self.yaml["nc"]:
-            logger.info("Overriding nc=%s of the model configuration with nc=%s", self.yaml["nc"], nc)
-            self.yaml["nc"] = nc
-        if anchors:
-            logger.info("Overriding the anchors of the model configuration with %s per level", anchors)
-            self.yaml["anchors"] = round(anchors)
 
     def forward(self, x, augment=False, profile=False):
         """Output of the detection layer for images [b x ch x h x w, 0..1].
@@ -406,7 +397,7 @@ def _build_layer(kind, number, args, inputs, cfg):
 def _output_width(kind, args, inputs, width_multiple):
     """Number of channels that a layer puts out."""
     if kind in SIZED_LAYERS:
-        if not args or type(args[0]) is not int or args[0] < 1:
+        if not args or not is_count(args[0]):
             raise ValueError("the first argument must be the number of output channels")
         return math.ceil(args[0] * width_multiple / 8) * 8
     if kind in (Concat, Chuncat):
@@ -418,8 +409,8 @@ def _output_width(kind, args, inputs, width_multiple):
 
 def _detection_arguments(kind, args, inputs):
     """(nc, anchors, input widths) of a detection layer; an auxiliary head takes two inputs per level."""
-    if len(args) != 2:
-        raise ValueError("a detection layer takes the arguments [nc, anchors]")
+    if len(args) != 2 or not is_count(args[0]):
+        raise ValueError("a detection layer takes the arguments [nc, anchors], where nc is the number of classes")
     num_levels = len(inputs)
     if kind is IAuxDetect:
         if num_levels % 2:

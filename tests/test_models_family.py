@@ -1,0 +1,71 @@
+"""Every shipped configuration: counts, names, shapes and order of parameters, savelists, GFLOPs, also when fused.
+
+Names and shapes are compared through SHA-256 of the lines `key:shape`; parameter order decides which optimiser state of
+a checkpoint belongs to which parameter.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from models.summary import model_summary
+from models.yolo import Model
+from tests.parity import GOLDEN, check
+
+ROOT = Path(__file__).resolve().parents[1]
+FAMILY = json.loads((Path(__file__).parent / "golden" / "model" / "family.json").read_text())
+
+
+def digest(lines):
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def entries(model):
+    return [f"{key}:{'x'.join(map(str, value.shape))}" for key, value in model.state_dict().items()]
+
+
+def parameter_groups(model):
+    """Parameter names in stock's three groups: norms and implicits, other weights, biases."""
+    norms, weights, biases = [], [], []
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "bias", None), nn.Parameter):
+            biases.append(f"{name}.bias")
+        if isinstance(getattr(module, "weight", None), nn.Parameter):
+            (norms if isinstance(module, nn.BatchNorm2d) else weights).append(f"{name}.weight")
+        for part in ("im", "ia"):
+            norms += [f"{name}.{part}.{i}.implicit" for i in range(len(getattr(module, part, ())))]
+    return norms, weights, biases
+
+
+def counts(model):
+    summary = model_summary(model)
+    return [summary.parameters, len(model.state_dict()), summary.layers, f"{summary.gflops:.1f}"]
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_structure(name):
+    facts = FAMILY[name]
+    model = Model(ROOT / "cfg" / f"{name}.yaml")
+    lines = entries(model)
+    assert len(model.model) == facts["layers"]
+    assert counts(model) == facts["counts"]
+    assert digest(sorted(lines)) == facts["sorted"]
+    assert digest(lines) == facts["ordered"]
+    assert [digest(group) for group in parameter_groups(model)] == facts["groups"]
+    assert sum(len(group) for group in parameter_groups(model)) == len(list(model.parameters()))
+    model.fuse()
+    assert counts(model) == facts["fused_counts"]
+    assert digest(sorted(entries(model))) == facts["fused_sorted"]
+
+
+@pytest.mark.parametrize("name", ["training/yolov7-tiny", "training/yolov7", "training/yolov7-w6"])
+def test_order_of_names_and_savelist(name):
+    golden = json.loads((GOLDEN / "model" / "param_groups.json").read_text())[name]
+    model = Model(ROOT / "cfg" / f"{name}.yaml")
+    check("model: names and order", f"{name} state", entries(model), golden["state_dict_keys"])
+    check("model: names and order", f"{name} savelist", model.save, golden["save"])
+    for group, key in zip(parameter_groups(model), ("pg0_no_decay", "pg1_decay", "pg2_bias"), strict=True):
+        check("model: names and order", f"{name} {key}", group, golden[key])
