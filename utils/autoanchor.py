@@ -7,9 +7,9 @@ import torch
 from scipy.cluster.vq import kmeans
 from tqdm import tqdm
 
-from utils.ema import unwrap
+from utils.dist import unwrap
 
-LOGGER = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 ENOUGH_RECALL = 0.98  # best possible recall below which new anchors are fitted
 SMALL_PIXELS = 3.0  # boxes with a side below are worth a warning
@@ -29,26 +29,26 @@ def check_anchors(dataset, model, thr=4.0, imgsz=640):
     scale = np.random.uniform(0.9, 1.1, size=(len(dataset.shapes), 1))
     wh = torch.from_numpy(box_sizes(dataset, imgsz, scale)).float()
     if not len(wh):
-        LOGGER.warning("the data set has no boxes to fit anchors to: keeping the anchors of the model")
+        logger.warning("the data set has no boxes to fit anchors to: keeping the anchors of the model")
         return False
 
     old = head.anchor_grid.detach().reshape(-1, 2).float().cpu()
     recall, per_box = anchor_recall(old, wh, thr)
-    LOGGER.info("Anchors: %.2f in reach of a box, best possible recall %.4f", per_box, recall)
+    logger.info("Anchors: %.2f in reach of a box, best possible recall %.4f", per_box, recall)
     if recall >= ENOUGH_RECALL:
         return False
 
     try:
         new = kmean_anchors(dataset, n=len(old), imgsz=imgsz, thr=thr)
     except ValueError as reason:
-        LOGGER.warning("keeping the anchors of the model: %s", reason)
+        logger.warning("keeping the anchors of the model: %s", reason)
         return False
     new_recall, _ = anchor_recall(torch.from_numpy(new).float(), wh, thr)
     if new_recall <= recall:
-        LOGGER.info("The fitted anchors are no better (best possible recall %.4f): keeping the old ones", new_recall)
+        logger.info("The fitted anchors are no better (best possible recall %.4f): keeping the old ones", new_recall)
         return False
     set_anchors(head, new)
-    LOGGER.info("New anchors, best possible recall %.4f: %s", new_recall, _in_words(new))
+    logger.info("New anchors, best possible recall %.4f: %s", new_recall, _in_words(new))
     return True
 
 
@@ -95,7 +95,7 @@ def kmean_anchors(dataset, n=9, imgsz=640, thr=4.0, gen=1000):
     all_wh = box_sizes(dataset, imgsz)
     num_small = (all_wh < SMALL_PIXELS).any(1).sum()
     if num_small:
-        LOGGER.warning(
+        logger.warning(
             "%d of %d boxes have a side below %g pixels at image size %d", num_small, len(all_wh), SMALL_PIXELS, imgsz
         )
     wh = all_wh[(all_wh >= TINY_PIXELS).any(1)]

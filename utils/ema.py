@@ -4,15 +4,10 @@ import math
 from copy import deepcopy
 
 import torch
-from torch import nn
+
+from utils.dist import unwrap
 
 RAMP_UPDATES = 2000  # the decay grows towards its full value with this time constant
-WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-
-
-def unwrap(model):
-    """The model itself, without its data-parallel wrapper."""
-    return model.module if isinstance(model, WRAPPERS) else model
 
 
 def average_per_tensor(ema, model, decay):

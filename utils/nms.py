@@ -9,7 +9,7 @@ import torchvision
 
 from utils.boxes import xywh2xyxy
 
-LOGGER = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 MAX_CANDIDATES = 30_000  # boxes of one image that enter the suppression
 MAX_DETECTIONS = 300  # boxes of one image that leave it
@@ -81,7 +81,7 @@ def _suppress(candidates, iou_thres, agnostic):
 @functools.cache
 def _warn_slow():
     """Say it once in a process; the images are all processed nevertheless."""
-    LOGGER.warning(
+    logger.warning(
         "non-maximum suppression took more than %g s for one batch: raise --conf-thres or lower --batch-size",
         SLOW_SECONDS,
     )

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-LOGGER = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 NOMINAL_BATCH = 64  # images that one optimiser step is meant to see
 IMPLICIT_ATTRIBUTES = ("im", "imc", "imb", "imo", "ia")  # implicit knowledge of a detection layer, in this order
@@ -58,7 +58,7 @@ def build_optimizer(model, lr0, momentum, weight_decay, adam=False):
         optimizer = torch.optim.Adam(options, lr=lr0, betas=(momentum, 0.999))
     else:
         optimizer = torch.optim.SGD(options, lr=lr0, momentum=momentum, nesterov=True)
-    LOGGER.info(
+    logger.info(
         "Optimizer groups: %d .bias, %d conv.weight, %d other",
         len(groups.biases),
         len(groups.decay),
@@ -114,7 +114,7 @@ def warn_if_warmup_outlasts(nw, warmup_epochs, epochs, batches_per_epoch):
     advice = f"warmup_min_iters: {min(enough, max(round(warmup_epochs * batches_per_epoch), 1))}"
     if warmup_epochs * batches_per_epoch > enough:
         advice = f"warmup_min_iters: {enough} and warmup_epochs: {enough / batches_per_epoch:.2g}"
-    LOGGER.warning(
+    logger.warning(
         "the warm-up lasts %d iterations but the run has only %d, so the learning rate never reaches its planned "
         "values; put %s into the hyper-parameter file to shorten it",
         nw,
