@@ -9,6 +9,7 @@ import cv2
 import numpy as np
 
 from tests import parity
+from utils.datasets import LoadImagesAndLabels
 
 FOLDER = parity.GOLDEN / "data"
 SAME_OPENCV = cv2.__version__.startswith("5.")
@@ -75,3 +76,29 @@ def check_pixels(group, name, actual, expected):
 
 def check_labels(group, name, actual, expected):
     parity.check(group, name, actual, expected, atol=1e-5)
+
+
+def relative(paths, folder):
+    return [str(path).replace(f"{folder}/", "") for path in paths]
+
+
+def load_list(folder, name, **options):
+    return LoadImagesAndLabels(str(folder / f"{name}.txt"), **options)
+
+
+ALL_AUGMENTATIONS = {
+    "hsv_h": 0.02, "hsv_s": 0.6, "hsv_v": 0.5, "degrees": 12.0, "translate": 0.15, "scale": 0.4, "shear": 6.0,
+    "perspective": 0.0, "flipud": 0.4, "fliplr": 0.5, "mosaic": 0.7, "mixup": 0.5, "copy_paste": 0.0, "paste_in": 0.5,
+}  # fmt: skip
+
+
+def write_dataset(folder, pictures):
+    """`pictures` maps a name to (height, width, text of the label file or None); returns the folder of the pictures."""
+    images, labels = folder / "images", folder / "labels"
+    images.mkdir(), labels.mkdir()
+    rng = np.random.default_rng(0)
+    for name, (height, width, text) in pictures.items():
+        cv2.imwrite(str(images / f"{name}.png"), rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
+        if text is not None:
+            (labels / f"{name}.txt").write_text(text)
+    return str(images)

@@ -1,5 +1,7 @@
 """utils/augment.py and utils/paste_in.py against stock's arrays, and against values computed by hand."""
 
+import random
+
 import cv2
 import numpy as np
 import pytest
@@ -7,12 +9,17 @@ import pytest
 from tests import golden_data, parity
 from tests.golden_data import check_labels, check_pixels, check_streams, numbered, seed_both
 from utils.augment import (
+    Warp,
     augment_hsv,
+    box_candidates,
     copy_paste,
+    draw_warp,
     letterbox,
     mixup,
     random_perspective,
+    warp_labels,
 )
+from utils.boxes import resample_segments, segment2box
 from utils.paste_in import Sample, pastein, sample_segments
 
 
@@ -115,3 +122,198 @@ def test_cut_out_is_what_a_mask_on_the_whole_canvas_gives():
         expected = np.where((mask & canvas) > 0, canvas, mask)[y1:y2, x1:x2]
         actual = Sample(0, (x1, y1, x2, y2), outline, canvas).cut_out()
         assert np.array_equal(actual, expected)
+
+
+# values computed by hand
+
+
+@pytest.fixture
+def draws_in_the_middle(monkeypatch):
+    """random.uniform gives the middle of its range."""
+    monkeypatch.setattr(random, "uniform", lambda low, high: (low + high) / 2)
+
+
+def test_draw_warp_by_hand(draws_in_the_middle):
+    """Middle draws: no angle, scale 1.05, and the centre of the source goes to the centre of the output."""
+    warp = draw_warp(200, 100, degrees=10, translate=0.1, scale=0.5, shear=5, perspective=0.0, border=(-50, 0))
+    assert (warp.width, warp.height, warp.scale) == (100, 100, 1.05)
+    np.testing.assert_allclose(warp.matrix, [[1.05, 0, 50 - 52.5], [0, 1.05, 50 - 105], [0, 0, 1]])
+
+
+def shift_by(dx, dy, width=100, height=100, has_perspective=False):
+    matrix = np.array([[1.0, 0, dx], [0, 1, dy], [0, 0, 1]])
+    return Warp(matrix, 1.0, width, height, has_perspective)
+
+
+def test_warped_boxes_are_clipped_to_the_output():
+    boxes = shift_by(-10, 20).boxes(np.array([[0, 0, 30, 40], [50, 70, 90, 90]], np.float32))
+    assert boxes.tolist() == [[0, 20, 20, 60], [40, 90, 80, 100]]
+
+
+def test_polygon_boxes_hold_the_visible_part_of_the_outline():
+    """A right triangle with its corner outside: what is left of it is cut at the outline, not at the corner."""
+    triangle = np.array([[-50, 0], [50, 0], [-50, 100]], np.float64)
+    far_away = triangle + (500, 0)
+    boxes = shift_by(0, 0).polygon_boxes([triangle, far_away])
+    np.testing.assert_allclose(boxes[0], [0, 0, 50, 50], atol=0.4)  # the outline is sampled every 0.3 pixels
+    assert boxes[1].tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("has_perspective", [False, True])
+def test_leaving_out_far_polygons_changes_nothing(has_perspective):
+    rng = np.random.default_rng(1)
+    polygons = [rng.uniform(-40, 40, (5, 2)) + rng.uniform(-150, 250, 2) for _ in range(200)]
+    matrix = np.array([[0.8, 0.3, 5], [-0.2, 1.1, -7], [1e-4 * has_perspective, 0, 1]])
+    warp = Warp(matrix, 1.0, 100, 100, has_perspective)
+    alone = [segment2box(warp.points(resample_segments([points])[0]), 100, 100) for points in polygons]
+    boxes = warp.polygon_boxes(polygons)
+    assert 0 < (boxes.sum(1) == 0).sum() < 200
+    np.testing.assert_allclose(boxes, alone, rtol=0, atol=1e-9)
+
+
+def test_source_area_is_all_that_the_warp_reads():
+    """Pixels outside of it may change at will."""
+    seed_both(3)
+    rng = np.random.default_rng(3)
+    for perspective in (0.0, 0.001):
+        warp = draw_warp(128, 128, 20, 0.2, 0.5, 5, perspective, border=(-32, -32))
+        img = rng.integers(0, 256, (128, 128, 3), dtype=np.uint8)
+        x1, y1, x2, y2 = (int(value) for value in np.clip(warp.source_area(), 0, 128))
+        assert (x2 - x1) * (y2 - y1) < 128 * 128
+        only_area = np.zeros_like(img)
+        only_area[y1 : y2 + 1, x1 : x2 + 1] = img[y1 : y2 + 1, x1 : x2 + 1]
+        assert np.array_equal(warp.image(img), warp.image(only_area))
+
+
+def test_source_area_is_everything_when_the_horizon_shows():
+    warp = Warp(np.array([[1.0, 0, 0], [0, 1, 0], [0.02, 0, 1]]), 1.0, 100, 100, True)
+    assert np.isinf(warp.source_area()).all()
+
+
+def test_unchanged_picture_is_handed_through():
+    img = np.zeros((100, 100, 3), np.uint8)
+    assert shift_by(0, 0).image(img) is img
+    assert shift_by(1, 0).image(img) is not img
+
+
+def test_box_candidates_by_hand():
+    before = np.array([[0, 0, 100, 100]] * 5).T
+    after = np.array(
+        [
+            [0, 0, 40, 40],  # 16 % are left
+            [0, 0, 30, 30],  # 9 %
+            [0, 0, 2, 100],  # too narrow
+            [0, 0, 90, 4.4],  # thinner than 1 : 20
+            [0, 0, 90, 12],  # 1 : 7.5
+        ]
+    ).T
+    assert box_candidates(before, after).tolist() == [True, False, False, False, True]
+    assert box_candidates(before, after, area_thr=0.01).tolist() == [True, True, False, False, True]
+
+
+# rows that are only a box beside rows with a polygon
+
+
+def mixed_labels():
+    rng = np.random.default_rng(2)
+    corner = rng.uniform(0, 90, (12, 2))
+    labels = np.concatenate((np.arange(12)[:, None], corner, corner + rng.uniform(8, 40, (12, 2))), axis=1)
+    labels = labels.astype(np.float32)
+    polygons = [
+        np.array([[x1, y1], [x2, y1], [(x1 + x2) / 2, y2]], np.float32) for x1, y1, x2, y2 in labels[:, 1:].tolist()
+    ]
+    return labels, polygons
+
+
+def test_each_row_of_a_mixed_set_is_warped_by_what_it_is():
+    """Polygon rows come out as in a set of polygons alone, box rows as in a set of boxes alone."""
+    labels, polygons = mixed_labels()
+    has_polygon = np.arange(12) % 3 != 0
+    segments = [points if own else np.zeros((0, 2)) for points, own in zip(polygons, has_polygon, strict=True)]
+    seed_both(4)
+    warp = draw_warp(128, 128, 10, 0.1, 0.3, 3, border=(-32, -32))
+    of_polygons, of_boxes = warp_labels(labels, polygons, warp), warp_labels(labels, (), warp)
+    expected = [row for row in of_polygons if has_polygon[int(row[0])]]
+    expected += [row for row in of_boxes if not has_polygon[int(row[0])]]
+    assert len(expected) >= 4
+    actual = warp_labels(labels, segments, warp)
+    assert actual.tolist() == sorted(row.tolist() for row in expected)
+
+
+def test_warp_labels_without_labels():
+    labels = np.zeros((0, 5), np.float32)
+    assert warp_labels(labels, [], shift_by(0, 0)).shape == (0, 5)
+
+
+def test_mere_boxes_are_never_sampled_or_pasted():
+    labels, polygons = mixed_labels()
+    segments = [points if row in (2, 7) else np.zeros((0, 2)) for row, points in enumerate(polygons)]
+    canvas = np.full((128, 128, 3), 9, np.uint8)
+    samples = sample_segments(canvas, labels, segments, probability=1.0)
+    assert sorted(sample.category for sample in samples) == [2, 7]
+    _, pasted, pasted_segments = copy_paste(canvas.copy(), labels[:0].copy(), [], 1.0)
+    assert len(pasted) == len(pasted_segments) == 0
+    _, pasted, pasted_segments = copy_paste(canvas.copy(), labels, segments, 1.0)
+    assert len(pasted) == len(pasted_segments)
+    assert set(pasted[12:, 0]) <= {2, 7}
+
+
+# copy-paste and paste-in
+
+
+def test_copy_paste_by_hand():
+    """One object on the left appears mirrored on the right; its black channel is not copied."""
+    img = np.full((40, 100, 3), 50, np.uint8)
+    img[10:21, 10:21] = 0, 200, 100
+    labels = np.array([[3, 10, 10, 20, 20]], np.float32)
+    square = np.array([[10, 10], [20, 10], [20, 20], [10, 20]], np.float32)
+    img, labels, segments = copy_paste(img, labels, [square], 1.0)
+    assert labels.tolist() == [[3, 10, 10, 20, 20], [3, 80, 10, 90, 20]]
+    assert segments[1].tolist() == [[90, 10], [80, 10], [80, 20], [90, 20]]
+    assert img[15, 84].tolist() == [50, 200, 100]
+    assert img[15, 95].tolist() == [50, 50, 50]
+
+
+def test_copy_paste_hides_no_label():
+    """An object in the middle would cover itself."""
+    labels = np.array([[0, 40, 0, 60, 20]], np.float32)
+    outline = np.array([[40, 0], [60, 0], [60, 20], [40, 20]], np.float32)
+    img, after, _ = copy_paste(np.ones((40, 100, 3), np.uint8), labels, [outline], 1.0)
+    assert len(after) == 1
+    assert (img == 1).all()
+
+
+def test_cut_out_by_hand():
+    """Inside the outline black becomes white, outside everything is black."""
+    canvas = np.full((20, 20, 3), 7, np.uint8)
+    canvas[10, 10] = 0
+    outline = np.array([[8, 8], [12, 8], [12, 12], [8, 12]], np.int32)
+    pixels = Sample(0, (5, 5, 15, 15), outline, canvas).cut_out()
+    assert pixels.shape == (10, 10, 3)
+    assert pixels[0, 0].tolist() == [0, 0, 0]
+    assert pixels[3, 3].tolist() == [7, 7, 7]
+    assert pixels[5, 5].tolist() == [255, 255, 255]
+
+
+def test_pastein_hides_no_label_and_stays_inside():
+    seed_both(5)
+    outline = np.array([[0, 0], [40, 0], [40, 40], [0, 40]], np.int32)
+    sample = Sample(6, (0, 0, 40, 40), outline, np.full((50, 50, 3), 200, np.uint8))
+    img = np.zeros((160, 160, 3), np.uint8)
+    labels = pastein(img, np.array([[1, 0, 0, 160, 50]], np.float32), [sample])
+    added = labels[1:]
+    assert len(added) > 0
+    assert (added[:, 0] == 6).all()
+    assert added[:, 1:].min() >= 0
+    assert added[:, 1:].max() <= 160
+    for _, x1, y1, x2, y2 in added.astype(int):
+        assert (img[y1:y2, x1:x2] == 200).any()
+    whole_picture = np.array([[1, 0, 0, 160, 160]], np.float32)
+    seed_both(5)
+    for row in pastein(img, whole_picture, [sample])[1:]:
+        assert (row[3] - row[1]) * (row[4] - row[2]) < 0.3 * 160 * 160
+
+
+def test_pastein_into_a_tiny_picture_is_no_crash():
+    labels = pastein(np.zeros((8, 8, 3), np.uint8), np.zeros((0, 5), np.float32), [])
+    assert labels.shape == (0, 5)

@@ -1,6 +1,7 @@
-"""utils/datasets.py and utils/mosaic.py: batches equal to stock's draw by draw, and the repairs."""
+"""utils/datasets.py: batches equal to stock's draw by draw, collation, loaders, and the repairs."""
 
 import json
+import os
 import random
 from types import SimpleNamespace
 
@@ -9,19 +10,20 @@ import pytest
 import torch
 
 from tests import golden_data, parity
-from tests.golden_data import check_labels, check_pixels, check_streams, numbered, seed_both
-from utils import datasets
-from utils.datasets import (
-    LoadImagesAndLabels,
-    collate_fn,
-    collate_fn4,
-    create_dataloader,
-    load_image,
-    load_mosaic,
-    load_mosaic9,
-    load_samples,
-    pastein,
+from tests.golden_data import (
+    ALL_AUGMENTATIONS,
+    check_labels,
+    check_pixels,
+    check_streams,
+    load_list,
+    numbered,
+    relative,
+    seed_both,
+    write_dataset,
 )
+from utils import mosaic
+from utils.boxes import segments2boxes
+from utils.datasets import InfiniteDataLoader, LoadImagesAndLabels, collate_fn, collate_fn4, create_dataloader
 
 OPT = SimpleNamespace(single_cls=False)
 
@@ -29,10 +31,6 @@ OPT = SimpleNamespace(single_cls=False)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return golden_data.copy_dataset(tmp_path_factory.mktemp("golden"))
-
-
-def relative(paths, folder):
-    return [str(path).replace(f"{folder}/", "") for path in paths]
 
 
 def plain_shapes(shapes):
@@ -61,10 +59,6 @@ def endless(loader):
         yield from loader
 
 
-def load_list(folder, name, **options):
-    return LoadImagesAndLabels(str(folder / f"{name}.txt"), **options)
-
-
 # validation: nothing random
 
 
@@ -85,64 +79,6 @@ def test_validation_batches_square_golden(folder):
     entry = golden_data.index()["b_val_square_img64_bs4"]
     loader, _ = create_dataloader(str(folder / "all.txt"), entry["img"], entry["batch"], 32, OPT, workers=0)
     check_batches("b_val_square_img64_bs4", iter(loader), folder, exact_pixels=True)
-
-
-# functions of the training sample
-
-
-@pytest.mark.parametrize("augment", [False, True])
-def test_load_image_golden(augment, folder):
-    name = f"c_load_image_augment{int(augment)}"
-    entry, arrays = golden_data.load(name)
-    dataset = load_list(folder, "all", img_size=entry["img"], augment=augment)
-    for k, (path, shape0, shape) in enumerate(entry["items"]):
-        img, *shapes = load_image(dataset, k)
-        assert relative([dataset.img_files[k]], folder) == [path]
-        assert shapes == [tuple(shape0), tuple(shape)]
-        parity.check("data load_image", f"{name} im{k}", img, arrays[f"im{k}"])
-
-
-# The mosaics of the mixed list `all` are left out: there stock pairs polygons with labels of other objects.
-@pytest.mark.parametrize("name", golden_data.names("c_load_mosaic", "mosaic_all_", "mosaic9_all_"))
-def test_load_mosaic_golden(name, folder):
-    entry, arrays = golden_data.load(name)
-    dataset = load_list(folder, entry["list"], img_size=entry["img"], augment=True, hyp=entry["hyp"])
-    seed_both(entry["seed"])
-    img, labels = (load_mosaic9 if "mosaic9" in name else load_mosaic)(dataset, entry["index"])
-    check_pixels("data mosaics", name, img, arrays["img"])
-    check_labels("data mosaics", f"{name} labels", labels, arrays["labels"])
-    check_streams(name, entry["after"])
-
-
-@pytest.mark.parametrize("name", golden_data.names("c_load_samples"))
-def test_load_samples_golden(name, folder):
-    entry, arrays = golden_data.load(name)
-    dataset = load_list(folder, entry["list"], img_size=entry["img"], augment=True)
-    seed_both(entry["seed"])
-    samples = load_samples(dataset, entry["index"])
-    check_streams(name, entry["after"])
-    parity.check("data samples", f"{name} classes", [s.category for s in samples], arrays["sample_labels"])
-    for k, sample in enumerate(samples):
-        parity.check("data samples", f"{name} image{k}", sample.cut_out(), arrays[f"image{k}"])
-        parity.check("data samples", f"{name} mask{k}", sample.cut_out(), arrays[f"mask{k}"])
-
-
-@pytest.mark.parametrize("name", golden_data.names("c_pastein", "empty"))
-def test_pastein_golden(name, folder):
-    entry, arrays = golden_data.load(name)
-    source = entry["samples_from"]
-    dataset = load_list(folder, source["list"], img_size=source["img"], augment=True)
-    seed_both(source["seed"])
-    samples = dataset.samples_to_paste()
-    parity.check("data paste-in", f"{name} classes", [s.category for s in samples], arrays["sample_labels"])
-    for k, golden in enumerate(numbered(arrays, "image")):
-        parity.check("data samples", f"{name} image{k}", samples[k].cut_out(), golden)
-    seed_both(entry["seed"])
-    img = arrays["input"].copy()
-    labels = pastein(img, arrays["labels"], samples)
-    check_pixels("data paste-in", f"{name} img", img, arrays["img"])
-    check_labels("data paste-in", f"{name} labels", labels, arrays["out_labels"])
-    check_streams(name, entry["after"])
 
 
 # training batches
@@ -184,7 +120,7 @@ def test_training_batches_golden(name, cache, folder):
 
 @pytest.mark.parametrize("name", golden_data.names("e_workers2"))
 def test_training_batches_of_two_workers_golden(name, folder, monkeypatch):
-    monkeypatch.setattr(datasets.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     entry = golden_data.index()[name]
     torch.manual_seed(entry["torch_seed"])
     loader, _ = training_loader(entry, folder, workers=2)
@@ -271,3 +207,121 @@ def test_quad_remainder_is_no_crash(num_samples, num_groups):
     images, targets, _, _ = collate_fn4(quad_samples()[:num_samples])
     assert images.shape == (num_groups, 3, 128, 128)
     assert targets[:, 0].max() < num_groups
+
+
+# properties and repairs
+
+
+def test_rect_keeps_segments_with_their_pictures(folder):
+    dataset = load_list(folder, "polys", img_size=64, rect=True)
+    ratios = dataset.shapes[:, 1] / dataset.shapes[:, 0]
+    assert (np.diff(ratios) >= 0).all()
+    assert sum(map(len, dataset.segments)) > 0
+    for labels, segments in zip(dataset.labels, dataset.segments, strict=True):
+        assert len(segments) in (0, len(labels))
+        if segments:
+            np.testing.assert_allclose(segments2boxes(segments), labels[:, 1:], atol=1e-6)
+
+
+def test_rect_with_paste_in_of_polygons(folder):
+    hyp = ALL_AUGMENTATIONS | {"paste_in": 1.0}
+    dataset = load_list(folder, "polys", img_size=64, batch_size=2, rect=True, augment=True, hyp=hyp)
+    seed_both(11)
+    for k in range(dataset.n):
+        image, targets, _, _ = dataset[k]
+        assert image.shape[1:] == tuple(dataset.batch_shapes[dataset.batch[k]])
+        assert ((targets[:, 2:] >= 0) & (targets[:, 2:] <= 1)).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"rect": True}, {"cache_images": True}, {"augment": True}])
+def test_extreme_aspect_ratio_keeps_a_pixel(options, tmp_path):
+    box = "0 0.5 0.5 0.5 0.5\n"
+    path = write_dataset(tmp_path, {"flat": (13, 1280, box), "tall": (1280, 13, box), "square": (64, 64, box)})
+    dataset = LoadImagesAndLabels(path, 64, hyp=ALL_AUGMENTATIONS | {"mosaic": 1.0}, **options)
+    assert mosaic.load_image(dataset, 0)[2] in ((1, 64), (64, 1))
+    seed_both(12)
+    for k in range(3):
+        image, targets, _, _ = dataset[k]
+        assert min(image.shape) > 0
+        assert targets.isfinite().all()
+
+
+def test_pictures_without_labels_give_empty_targets(tmp_path):
+    path = write_dataset(tmp_path, {"a": (64, 64, None), "b": (48, 64, "")})
+    hyp = ALL_AUGMENTATIONS | {"copy_paste": 0.5, "paste_in": 1.0, "mixup": 1.0}
+    dataset = LoadImagesAndLabels(path, 64, augment=True, hyp=hyp)
+    seed_both(13)
+    images, targets, _, _ = collate_fn([dataset[k % 2] for k in range(8)])
+    assert images.shape == (8, 3, 64, 64)
+    assert targets.shape == (0, 6)
+
+
+def test_augmenting_without_hyperparameters_says_so(folder):
+    with pytest.raises(ValueError, match="needs the hyper-parameters .*paste_in"):
+        load_list(folder, "boxes", augment=True, hyp={"mosaic": 1.0})
+
+
+def test_single_class(folder):
+    dataset = load_list(folder, "all", single_cls=True)
+    assert all((labels[:, 0] == 0).all() for labels in dataset.labels)
+
+
+# the loader
+
+
+def test_loader_sizes(folder, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    path = str(folder / "boxes.txt")
+    loader, dataset = create_dataloader(path, 64, 100, 32, OPT, workers=0)
+    assert (len(dataset), loader.batch_size, len(loader)) == (7, 7, 1)
+    loader, _ = create_dataloader(path, 64, 1, 32, OPT, workers=8)
+    assert (loader.num_workers, len(loader)) == (0, 7)
+    loader, _ = create_dataloader(path, 64, 4, 32, OPT, world_size=3, workers=8)
+    assert loader.num_workers == 2
+    assert [len(images) for images, *_ in loader] == [4, 3]
+    loader, dataset = create_dataloader(path, 64, 4, 32, OPT, rect=True, image_weights=True, workers=0)
+    assert not isinstance(loader, InfiniteDataLoader)
+    assert not dataset.rect
+
+
+class EpochSampler(torch.utils.data.Sampler):
+    """Six positions that tell the epoch in which they were drawn: 10 x epoch + position."""
+
+    epoch = 0
+
+    def __iter__(self):
+        return iter([10 * self.epoch + position for position in range(6)])
+
+    def __len__(self):
+        return 6
+
+
+@pytest.mark.parametrize(("workers", "expected"), [(0, [0, 1, 2, 3, 4]), (2, [0, 0, 0, 1, 2])])
+def test_endless_loader_prefetches_the_order_of_earlier_epochs(workers, expected):
+    """As in stock: with 2 workers and 3 batches an epoch, set_epoch comes two epochs late."""
+    sampler = EpochSampler()
+    loader = InfiniteDataLoader(range(100), batch_size=2, sampler=sampler, num_workers=workers)
+    orders = []
+    for epoch in range(5):
+        sampler.epoch = epoch
+        orders.append([int(first) for first, _ in loader])
+    assert orders == [[10 * epoch, 10 * epoch + 2, 10 * epoch + 4] for epoch in expected]
+
+
+def test_endless_loader_goes_on_where_a_pass_was_left():
+    loader = InfiniteDataLoader(range(6), batch_size=2)
+    assert next(iter(loader)).tolist() == [0, 1]
+    assert [batch.tolist() for batch in loader] == [[2, 3], [4, 5], [0, 1]]
+
+
+def test_ranks_share_the_pictures(folder, tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        loader, dataset = create_dataloader(str(folder / "boxes.txt"), 64, 4, 32, OPT, rank=0, workers=0)
+        loader.sampler.set_epoch(0)
+        generator = torch.Generator().manual_seed(0)
+        order = torch.randperm(7, generator=generator).tolist()
+        paths = [path for _, _, batch_paths, _ in loader for path in batch_paths]
+        assert paths == [dataset.img_files[i] for i in order]
+    finally:
+        torch.distributed.destroy_process_group()

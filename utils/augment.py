@@ -207,8 +207,8 @@ def mixup(img1, labels1, img2, labels2):
     ratio = np.random.beta(8.0, 8.0)
     levels = np.arange(256)
     blend = (levels[:, None] * ratio + levels * (1 - ratio)).astype(np.uint8)  # stock behaviour: truncated
-    pairs = (img1.astype(np.uint16) << 8) | img2
-    return blend.ravel()[pairs], np.concatenate((labels1, labels2))
+    pairs = (img1.astype(np.uint16) << 8) + img2  # positions in the flattened table
+    return blend.take(pairs), np.concatenate((labels1, labels2))
 
 
 def copy_paste(img, labels, segments, probability):

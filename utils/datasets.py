@@ -4,7 +4,6 @@ A batch is (uint8 images [b x 3 x h x w] RGB, targets [n x 6: position in the ba
 paths, shapes).
 """
 
-import logging
 import os
 import random
 from itertools import chain, repeat
@@ -53,8 +52,10 @@ __all__ = [
     "sample_segments",
 ]
 
-logger = logging.getLogger(__name__)
-
+AUGMENTATION_KEYS = (
+    "hsv_h", "hsv_s", "hsv_v", "degrees", "translate", "scale", "shear", "perspective",
+    "flipud", "fliplr", "mosaic", "mixup", "copy_paste", "paste_in",
+)  # fmt: skip
 SAMPLES_TO_PASTE = 30  # objects collected before paste-in chooses among them
 
 
@@ -145,6 +146,8 @@ class InfiniteDataLoader(DataLoader):
 class LoadImagesAndLabels(Dataset):
     """Pictures and labels, one sample for each picture: (image, targets, path, shapes).
 
+    `path` is a folder, a list file, or a list of those; `pad` is in strides; `hyp` is needed only for augmenting.
+
     `labels` float32 [n x 5: class, x, y, w, h normalised] and `segments` (polygons [m x 2] normalised, one for each
     label or none at all) are lists with one entry for each picture; `shapes` [n x 2] is (width, height) of the files.
     With `rect` the pictures are sorted by aspect ratio, and each batch has the smallest common shape.
@@ -165,6 +168,11 @@ class LoadImagesAndLabels(Dataset):
         pad=0.0,
         prefix="",
     ):
+        missing = [key for key in AUGMENTATION_KEYS if key not in (hyp or {})] if augment else []
+        if missing:
+            raise ValueError(
+                f"augmenting needs the hyper-parameters {', '.join(missing)}; load_hyp() supplies them all"
+            )
         self.path = path
         self.img_size = img_size
         self.augment = augment
@@ -204,24 +212,24 @@ class LoadImagesAndLabels(Dataset):
         """(height, width) of each batch in pixels [num batches x 2], multiples of the stride; `pad` in strides."""
         ratios = self.shapes[:, 1] / self.shapes[:, 0]
         units = np.ones((self.batch[-1] + 1, 2))
-        for unit, b in zip(units, range(len(units)), strict=True):
-            lowest, highest = ratios[self.batch == b].min(), ratios[self.batch == b].max()
-            if highest < 1:
-                unit[:] = highest, 1
-            elif lowest > 1:
-                unit[:] = 1, 1 / lowest
+        for b, unit in enumerate(units):
+            of_batch = ratios[self.batch == b]
+            if of_batch.max() < 1:
+                unit[0] = of_batch.max()
+            elif of_batch.min() > 1:
+                unit[1] = 1 / of_batch.min()
         return np.ceil(units * self.img_size / self.stride + pad).astype(int) * self.stride
 
     def _cache_images(self, prefix):
         """Read all pictures, at the training size, into memory."""
-        with ThreadPool(8) as pool:
-            loaded = tqdm(pool.imap(lambda i: load_image(self, i), range(self.n)), total=self.n)
-            num_bytes = 0
-            for i, (img, shape0, shape) in enumerate(loaded):
+        num_bytes = 0
+        with ThreadPool(8) as pool, tqdm(total=self.n, desc=f"{prefix}Caching images") as progress:
+            for i, (img, shape0, shape) in enumerate(pool.imap(lambda i: load_image(self, i), range(self.n))):
                 img.flags.writeable = False
                 self.imgs[i], self.img_hw0[i], self.img_hw[i] = img, shape0, shape
                 num_bytes += img.nbytes
-                loaded.desc = f"{prefix}Caching images ({num_bytes / 1e9:.1f} GB)"
+                progress.set_postfix_str(f"{num_bytes / 1e9:.1f} GB", refresh=False)
+                progress.update()
 
     def __len__(self):
         return self.n
@@ -250,7 +258,8 @@ class LoadImagesAndLabels(Dataset):
 
         targets = torch.zeros((len(labels), 6))
         targets[:, 1:] = torch.from_numpy(labels)
-        image = np.stack(cv2.split(img)[::-1])  # BGR to RGB planes
+        image = np.empty((3, *img.shape[:2]), np.uint8)
+        cv2.split(img, image[::-1])  # BGR into RGB planes
         return torch.from_numpy(image), targets, self.img_files[index], shapes
 
     def _mosaic_sample(self, index):

@@ -68,10 +68,8 @@ class Mosaic:
     def labels(self):
         """Labels of all pictures [n x 5: class, x1, y1, x2, y2] in pixels, clipped to the canvas."""
         rows = [self.dataset.labels[tile.index] for tile in self.tiles]
-        place = np.array([tile[1:] for tile in self.tiles], np.float32)
-        x, y, width, height = np.repeat(place, [len(labels) for labels in rows], axis=0).T
         labels = np.concatenate(rows)
-        boxes = xywhn2xyxy(labels[:, 1:], width, height, x, y)
+        boxes = xywhn2xyxy(labels[:, 1:], *self._places(map(len, rows)))
         if self.window is not None:
             boxes -= np.array(self.window * 2, np.float32)
         labels[:, 1:] = boxes.clip(0, self.side)
@@ -79,15 +77,22 @@ class Mosaic:
 
     def segments(self):
         """The polygon [m x 2] of each label in pixels, clipped to the canvas; [0 x 2] for a mere box."""
-        segments = []
+        polygons, num_points = [], []
         for tile in self.tiles:
-            polygons = self.dataset.segments[tile.index]
-            for points in polygons or [NO_POLYGON] * len(self.dataset.labels[tile.index]):
-                points = xyn2xy(points, tile.width, tile.height, tile.x, tile.y)
-                if self.window is not None:
-                    points = points - np.array(self.window)  # float64 from here on, as stock has it
-                segments.append(points.clip(0, self.side))
-        return segments
+            own = self.dataset.segments[tile.index] or [NO_POLYGON] * len(self.dataset.labels[tile.index])
+            polygons += own
+            num_points.append(sum(map(len, own)))
+        if not any(num_points):
+            return polygons
+        points = xyn2xy(np.concatenate(polygons), *self._places(num_points))
+        if self.window is not None:
+            points = points - np.array(self.window)  # in float64 from here on, as in stock
+        return np.split(points.clip(0, self.side), np.cumsum([len(polygon) for polygon in polygons])[:-1])
+
+    def _places(self, counts):
+        """Width, height, x and y of each tile, repeated `counts` times: four arrays, one entry for each row."""
+        places = np.array([(tile.width, tile.height, tile.x, tile.y) for tile in self.tiles], np.float32)
+        return np.repeat(places, list(counts), axis=0).T
 
     def __getitem__(self, slices):
         """Pixels of `mosaic[y1:y2, x1:x2]` [h x w x 3]; reads only the pictures that show there."""

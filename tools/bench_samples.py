@@ -1,0 +1,181 @@
+"""CPU time of one training sample, ours beside the plain form of the same steps, on one core.
+
+The plain form does every step the direct way, as stock YOLOv7 does: masks of pasted objects on the whole canvas, all
+objects cut out at once, every picture of a mosaic decoded, one polygon after the other, mixup in floating point.
+Both make the same draws, so their samples must be equal, which is checked, too.
+
+    python tools/bench_samples.py                     # 320 and 640 px, p5 and tiny hyper-parameters
+    python tools/bench_samples.py --samples 320 --repeats 5 --sizes 640
+
+The data set is synthetic and temporary: JPEGs of 640 x 480 (a quarter upright) with about 8 polygons of 12 to 44 points.
+"""
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from unittest import mock
+
+import cv2
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from utils import augment, datasets, mosaic, paste_in
+from utils.boxes import resample_segments, segment2box
+
+COMMON = {
+    "hsv_h": 0.015, "hsv_s": 0.7, "hsv_v": 0.4, "degrees": 0.0, "shear": 0.0, "perspective": 0.0,
+    "flipud": 0.0, "fliplr": 0.5, "mosaic": 1.0, "copy_paste": 0.0,
+}  # fmt: skip
+HYPS = {
+    "p5": COMMON | {"translate": 0.2, "scale": 0.9, "mixup": 0.15, "paste_in": 0.15},
+    "tiny": COMMON | {"translate": 0.1, "scale": 0.5, "mixup": 0.05, "paste_in": 0.05},
+}
+
+
+def make_dataset(folder, num_images, seed=0):
+    """Write JPEGs of quality 92, about 85 kB each, and polygon labels; returns the folder of the pictures."""
+    rng = np.random.default_rng(seed)
+    images, labels = folder / "images", folder / "labels"
+    images.mkdir(), labels.mkdir()
+    for k in range(num_images):
+        width, height = (480, 640) if k % 4 == 0 else (640, 480)
+        coarse = rng.uniform(0, 255, (12, 12, 3)).astype(np.float32)
+        smooth = cv2.resize(coarse, (width, height), interpolation=cv2.INTER_CUBIC)
+        grain = cv2.GaussianBlur(rng.normal(0, 25, (height, width, 1)).astype(np.float32), (0, 0), 0.9)
+        img = (smooth + grain.reshape(height, width, 1)).clip(0, 255).astype(np.uint8)
+        cv2.imwrite(str(images / f"{k:04}.jpg"), img, [cv2.IMWRITE_JPEG_QUALITY, 92])
+        rows = [random_polygon(rng) for _ in range(rng.poisson(8))]
+        (labels / f"{k:04}.txt").write_text("\n".join(rows))
+    return images
+
+
+def random_polygon(rng):
+    """One line of a label file: a star-shaped outline of 12 to 44 points."""
+    num_points = rng.integers(12, 45)
+    angles = np.sort(rng.uniform(0, 2 * np.pi, num_points))
+    radii = np.exp(rng.uniform(np.log(0.02), np.log(0.3))) * rng.uniform(0.6, 1.0, num_points)
+    centre = rng.uniform(0.1, 0.9, (2, 1))
+    points = (centre + radii * np.stack((np.cos(angles), np.sin(angles)))).clip(0, 1)
+    return " ".join([str(rng.integers(80)), *(f"{value:.6f}" for value in points.T.ravel())])
+
+
+# The plain form of what our modules do in a quicker way.
+
+
+class PlainSample:
+    """An object cut out at once, with a mask as large as the canvas."""
+
+    def __init__(self, category, box, outline, canvas):
+        x1, y1, x2, y2 = box
+        self.category, self.size = category, (x2 - x1, y2 - y1)
+        picture = canvas.plain_pixels
+        mask = np.zeros(picture.shape, np.uint8)
+        cv2.drawContours(mask, [outline], -1, (255, 255, 255), cv2.FILLED)
+        shown = cv2.bitwise_and(picture, mask) > 0
+        mask[shown] = picture[shown]
+        self.pixels = mask[y1:y2, x1:x2]
+
+    def cut_out(self):
+        return self.pixels
+
+
+def plain_load_samples(dataset, index):
+    canvas = mosaic.draw_mosaic4(dataset, index)
+    canvas.plain_pixels = canvas[:, :]
+    return paste_in.sample_segments(canvas, canvas.labels(), canvas.segments(), 0.5)
+
+
+def plain_polygon_boxes(warp, polygons):
+    boxes = np.zeros((len(polygons), 4))
+    for box, points in zip(boxes, polygons, strict=True):
+        box[:] = segment2box(warp.points(resample_segments([points])[0]), warp.width, warp.height)
+    return boxes
+
+
+def plain_mixup(img1, labels1, img2, labels2):
+    ratio = np.random.beta(8.0, 8.0)
+    return (img1 * ratio + img2 * (1 - ratio)).astype(np.uint8), np.concatenate((labels1, labels2))
+
+
+@contextmanager
+def plain_form():
+    replacements = (
+        (paste_in, "Sample", PlainSample),
+        (datasets, "load_samples", plain_load_samples),
+        (datasets, "mixup", plain_mixup),
+        (augment.Warp, "polygon_boxes", plain_polygon_boxes),
+        (augment.Warp, "source_area", lambda warp: (-np.inf, -np.inf, np.inf, np.inf)),
+    )
+    with ExitStack() as stack:
+        for owner, name, replacement in replacements:
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+        yield
+
+
+@contextmanager
+def our_form():
+    yield
+
+
+def measure(dataset, form, num_samples, seed):
+    """(CPU milliseconds per sample, check sum of all samples)."""
+    random.seed(seed)
+    np.random.seed(seed)
+    total, check_sum = 0.0, []
+    with form():
+        for k in range(num_samples):
+            start = time.thread_time()
+            image, targets, _, _ = dataset[k % len(dataset)]
+            total += time.thread_time() - start
+            check_sum.append((int(image.long().sum()), float(targets.double().sum())))
+    return 1e3 * total / num_samples, check_sum
+
+
+def compare(dataset, num_samples, repeats):
+    """Medians of CPU ms per sample, plain and ours, measured in turns."""
+    times = {"plain": [], "ours": []}
+    for repeat in range(repeats):
+        plain, expected = measure(dataset, plain_form, num_samples, repeat)
+        ours, actual = measure(dataset, our_form, num_samples, repeat)
+        if actual != expected:
+            raise SystemExit(f"samples differ from the plain form (seed {repeat})")
+        times["plain"].append(plain)
+        times["ours"].append(ours)
+    return times
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=int, default=200)
+    parser.add_argument("--samples", type=int, default=160, help="samples in one measurement")
+    parser.add_argument("--repeats", type=int, default=3, help="measurements of each form, in turns")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[320, 640])
+    parser.add_argument("--hyps", nargs="+", choices=list(HYPS), default=list(HYPS))
+    options = parser.parse_args()
+
+    cv2.setNumThreads(0)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        images = make_dataset(Path(folder), options.images)
+        size = sum(path.stat().st_size for path in images.iterdir()) / options.images
+        print(f"OpenCV {cv2.__version__}, NumPy {np.__version__}; {options.images} JPEGs of {size / 1e3:.0f} kB")
+        print(f"{'size':>5}{'hyp':>6}{'plain ms':>10}{'ours ms':>9}{'ratio':>7}   ratio of each repeat")
+        for side in options.sizes:
+            for name in options.hyps:
+                dataset = datasets.LoadImagesAndLabels(str(images), side, augment=True, hyp=HYPS[name])
+                times = compare(dataset, options.samples, options.repeats)
+                plain, ours = (statistics.median(times[form]) for form in ("plain", "ours"))
+                ratios = [b / a for a, b in zip(times["plain"], times["ours"], strict=True)]
+                each = " ".join(f"{ratio:.2f}" for ratio in ratios)
+                print(f"{side:>5}{name:>6}{plain:>10.1f}{ours:>9.1f}{ours / plain:>7.2f}   {each}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
