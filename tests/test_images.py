@@ -77,15 +77,21 @@ def test_exif_behind_the_pixels_of_a_png_counts(tmp_path):
     assert images.image_size(tmp_path / "a.png") == images.read_image(tmp_path / "a.png").shape[1::-1] == (24, 32)
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK"])
-@pytest.mark.parametrize("suffix", ["png", "jpg", "tif", "bmp", "webp"])
-def test_ordinary_files_equal_imread(tmp_path, mode, suffix):
-    file = tmp_path / f"ü {suffix}.{suffix}"
-    try:
+@pytest.mark.parametrize(
+    ("suffix", "modes"),
+    [
+        ("png", "1 L LA P RGB RGBA"),
+        ("jpg", "1 L RGB CMYK"),
+        ("tif", "1 L LA P RGB RGBA CMYK"),
+        ("bmp", "1 L P RGB RGBA"),
+        ("webp", "L RGB RGBA"),
+    ],
+)
+def test_ordinary_files_equal_imread(tmp_path, suffix, modes):
+    for mode in modes.split():
+        file = tmp_path / f"ü {mode}.{suffix}"
         Image.fromarray(PICTURE).convert(mode).save(file)
-    except OSError:
-        pytest.skip("the format has no such mode")
-    np.testing.assert_array_equal(images.read_image(file), cv2.imread(str(file)))
+        np.testing.assert_array_equal(images.read_image(file), cv2.imread(str(file)))
 
 
 @pytest.mark.parametrize("suffix", ["png", "tif"])

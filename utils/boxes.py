@@ -96,7 +96,7 @@ def box_iou(boxes1_xyxy, boxes2_xyxy):
 def complete_iou(predicted_xywh, target_xywh, eps=1e-7):
     """CIoU of box pairs [n x 4] -> [n], differentiable in both.
 
-    Source: Zheng et al. 2020 (arXiv 1911.08287); placement of `eps` as in spec/train.md 1.3: on heights, on the union
+    Source: Zheng et al. 2020 (arXiv 1911.08287); stock behaviour: `eps` sits on the heights, on the union
     and on the squared diagonal.
     """
     left_top1, right_bottom1 = _corners(predicted_xywh)

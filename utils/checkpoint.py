@@ -176,6 +176,11 @@ def transfer(model, state, exclude=()):
     return len(taken)
 
 
+def same_layout(model, state):
+    """Whether `state` has exactly the model's entries, in name and shape."""
+    return {key: value.shape for key, value in model.state_dict().items()} == {k: v.shape for k, v in state.items()}
+
+
 def save(content, path):
     """torch.save to a temporary file that then takes the place of `path`: a crash leaves the old file whole."""
     with atomic_write(path) as file:
@@ -209,9 +214,11 @@ class Checkpoints:
         """init.pt, the bare model before the first step."""
         save(unwrap(model), self.folder / "init.pt")
 
-    def after_epoch(self, content, is_best):
-        """Write last.pt, and beside it the files that this epoch deserves; `is_best` only for a validated epoch."""
-        epoch = content["epoch"]
+    def after_epoch(self, make_content, epoch, is_best):
+        """Write last.pt, and beside it the files that this epoch deserves; `is_best` only for a validated epoch.
+
+        `make_content()` returns the checkpoint; it is not called when nothing is written.
+        """
         if not self.save_every_epoch and epoch + 1 < self.epochs:
             return
         paths = [self.last]
@@ -221,6 +228,7 @@ class Checkpoints:
                 paths.append(self.folder / f"best_{epoch:03d}.pt")
         if epoch == 0 or (epoch + 1) % 25 == 0 or epoch >= self.epochs - 5:
             paths.append(self.folder / f"epoch_{epoch:03d}.pt")
+        content = make_content()
         for path in paths:
             save(content, path)
 
@@ -235,6 +243,19 @@ class Checkpoints:
         for path, checkpoint in stored.items():
             save(_inference_content(rebuild(checkpoint.for_inference()), checkpoint), path)
             logger.info("Optimizer stripped from %s, %.1fMB", path, path.stat().st_size / 1e6)
+
+
+class NoCheckpoints:
+    """The checkpoints of a process, or of a search, that saves nothing."""
+
+    def initial(self, model):
+        pass
+
+    def after_epoch(self, make_content, epoch, is_best):
+        pass
+
+    def strip(self, rebuild):
+        pass
 
 
 def full_state_path(last):

@@ -1,4 +1,4 @@
-"""The text of a label file, one object a line: `class x y w h` or `class x1 y1 x2 y2 x3 y3 ...`, fractions of the image.
+"""The text of a label file, one object a line: `class x y w h` or `class x1 y1 x2 y2 x3 y3 ...`, in fractions of 1.
 
 Every row is what its own length says: 5 numbers are a box, class plus three or more points are a polygon, 6 numbers are
 a box with a confidence that is ignored. A row that cannot be used is dropped alone, with its file, line and reason.
@@ -66,7 +66,7 @@ def parse_label_text(text, file=""):
     `file` names the file in them.
     """
     rows, segments, notes, seen = [], [], [], set()
-    for number, line in enumerate(split_lines(text), 1):
+    for number, line in enumerate(split_lines(text.replace("\ufeff", "")), 1):
         place = f"{printable(file)}:{number}"
         try:
             tokens = _tokens(line)

@@ -189,8 +189,8 @@ def check_class_ids(labels, label_files, nc, names=()):
         hint += ", these look 1-based (no 0, the highest is nc): subtract 1 from each"
     known = f"nc is {nc}{': ' if names else ''}{', '.join(list(names)[:10])}{', ...' if len(names) > 10 else ''}"
     raise ValueError(
-        f"class ids must lie in 0..{nc - 1} ({known}), but {len(bad)} label file(s) hold others, the worst id is {worst}: "
-        f"{', '.join(_first_bad_line(file, nc) for file in bad[:3])}; {hint}"
+        f"class ids must lie in 0..{nc - 1} ({known}), but {len(bad)} label file(s) hold others, "
+        f"the worst id is {worst}: {', '.join(_first_bad_line(file, nc) for file in bad[:3])}; {hint}"
     )
 
 

@@ -8,6 +8,9 @@ import yaml
 
 logger = logging.getLogger(__name__)
 
+# Written to opt.yaml, but facts about one start of a run and no flags.
+RUNTIME_KEYS = {"save_dir", "total_batch_size", "world_size", "global_rank"}
+
 
 def train_parser():
     """The command line of train.py: stock's flags first, then ours, all of them off by default."""
@@ -124,6 +127,14 @@ def check_train_options(opt):
     opt.img_size = [opt.img_size[0], opt.img_size[-1]]
 
 
+def round_up(size, stride):
+    """The smallest multiple of `stride` that is not below `size` (pixels); a change is a warning."""
+    rounded = -(-size // stride) * stride
+    if rounded != size:
+        logger.warning("--img-size %d has to be a multiple of the largest stride %d: %d is used", size, stride, rounded)
+    return rounded
+
+
 def warn_about_idle_options(opt):
     """One warning for flags that are understood and do nothing."""
     idle = {"bucket": "", "entity": None, "upload_dataset": False, "bbox_interval": -1, "save_period": -1,
@@ -151,8 +162,9 @@ def load_options(path):
     if not isinstance(stored, dict):
         raise ValueError(f"{path} has to be a mapping of options")
     opt = train_parser().parse_args([])
-    runtime = {"save_dir", "total_batch_size", "world_size", "global_rank"}
-    unknown = [key for key in stored if key not in vars(opt) and key not in runtime]
+    if "total_batch_size" in stored:  # batch_size is the share of one of that run's processes
+        stored["batch_size"] = stored["total_batch_size"]
+    unknown = [key for key in stored if key not in vars(opt) and key not in RUNTIME_KEYS]
     if unknown:
         logger.warning("%s: options unknown here are ignored: %s", path, ", ".join(map(str, unknown)))
     for key, value in stored.items():
