@@ -7,6 +7,7 @@ import pytest
 from tests import golden_data, parity
 from tests.golden_data import (
     ALL_AUGMENTATIONS,
+    check_cut_out,
     check_labels,
     check_pixels,
     check_streams,
@@ -61,8 +62,8 @@ def test_load_samples_golden(name, folder):
     check_streams(name, entry["after"])
     parity.check("data samples", f"{name} classes", [s.category for s in samples], arrays["sample_labels"])
     for k, sample in enumerate(samples):
-        parity.check("data samples", f"{name} image{k}", sample.cut_out(), arrays[f"image{k}"])
-        parity.check("data samples", f"{name} mask{k}", sample.cut_out(), arrays[f"mask{k}"])
+        check_cut_out(f"{name} image{k}", sample.cut_out(), arrays[f"image{k}"])
+        check_cut_out(f"{name} mask{k}", sample.cut_out(), arrays[f"mask{k}"])
 
 
 @pytest.mark.parametrize("name", golden_data.names("c_pastein", "empty"))
@@ -74,7 +75,7 @@ def test_pastein_golden(name, folder):
     samples = dataset.samples_to_paste()
     parity.check("data paste-in", f"{name} classes", [s.category for s in samples], arrays["sample_labels"])
     for k, golden in enumerate(numbered(arrays, "image")):
-        parity.check("data samples", f"{name} image{k}", samples[k].cut_out(), golden)
+        check_cut_out(f"{name} image{k}", samples[k].cut_out(), golden)
     seed_both(entry["seed"])
     img = arrays["input"].copy()
     labels = pastein(img, arrays["labels"], samples)

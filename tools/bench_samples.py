@@ -7,7 +7,7 @@ Both make the same draws, so their samples must be equal, which is checked, too.
     python tools/bench_samples.py                     # 320 and 640 px, p5 and tiny hyper-parameters
     python tools/bench_samples.py --samples 320 --repeats 5 --sizes 640
 
-The data set is synthetic and temporary: JPEGs of 640 x 480 (a quarter upright) with about 8 polygons of 12 to 44 points.
+The data set is synthetic and temporary: 640 x 480 JPEGs, a quarter upright, with about 8 polygons of 12 to 44 points.
 """
 
 import argparse

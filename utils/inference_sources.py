@@ -77,12 +77,12 @@ def _suffix(path):
 
 
 def _matching_files(path):
-    """Sorted paths that a file name, a folder (not its sub-folders) or a pattern with * names."""
+    """Sorted paths that a file name, a folder (not its sub-folders or hidden files) or a pattern with * names."""
     path = Path(path).absolute()
     if path.is_file():
         return [str(path)]
     if path.is_dir():
-        return sorted(str(file) for file in path.iterdir() if file.is_file())
+        return sorted(str(file) for file in path.glob("[!.]*") if file.is_file())
     if "*" in str(path):
         fixed = next(folder for folder in path.parents if "*" not in str(folder))
         return sorted(str(file) for file in fixed.glob(str(path.relative_to(fixed))))
