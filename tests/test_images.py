@@ -126,7 +126,7 @@ def test_rules_for_other_sample_types(samples, expected):
 
 def test_colour_float_tiff(tmp_path):
     file = tmp_path / "a.tif"
-    cv2.imwrite(str(file), PICTURE.astype(np.float32) / 255)
+    cv2.imwrite(str(file), PICTURE.astype(np.float32) / 255, (cv2.IMWRITE_TIFF_COMPRESSION, 1))
     np.testing.assert_array_equal(images.read_image(file), PICTURE)
     assert images.verify_image(file) == (32, 24)
 

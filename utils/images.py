@@ -21,6 +21,8 @@ import cv2
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, TiffImagePlugin
 
+from utils.files import printable
+
 IMAGE_SUFFIXES = ("bmp", "jpg", "jpeg", "png", "tif", "tiff", "dng", "webp", "mpo")
 VIDEO_SUFFIXES = ("mov", "avi", "mp4", "mpg", "mpeg", "m4v", "wmv", "mkv")
 
@@ -38,20 +40,27 @@ def read_image(path):
     try:
         data = np.fromfile(path, np.uint8)  # Python opens the file, so any path works on any system
     except OSError as error:
-        raise ValueError(f"{path}: cannot be opened ({error.strerror})") from error
+        raise ValueError(f"{printable(path)}: cannot be opened ({error.strerror})") from error
     if not data.size:
-        raise ValueError(f"{path}: the file is empty")
-    image = None
-    if _is_deep_tiff(data):
-        image = _read_deep_tiff(data)
-    else:
-        try:
-            image = cv2.imdecode(data, cv2.IMREAD_COLOR)
-        except cv2.error:  # for instance more pixels than OpenCV allows; Pillow may still read it
-            image = None
+        raise ValueError(f"{printable(path)}: the file is empty")
+    image = _read_with_opencv(data)
     if image is None:
         image = _read_with_pillow(path, data)
     return np.ascontiguousarray(image)
+
+
+def _read_with_opencv(data):
+    """The picture [h x w x 3, uint8, BGR], or None if OpenCV cannot read it."""
+    try:
+        if _is_deep_tiff(data):
+            samples = cv2.imdecode(data, cv2.IMREAD_UNCHANGED)  # for TIFF this applies the orientation as well
+            return None if samples is None else _three_channels(to_8bit(samples))
+        if _is_webp(data):  # its orientation is known to OpenCV 5, not to OpenCV 4.8
+            image = cv2.imdecode(data, cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION)
+            return None if image is None else _turn(image, _webp_orientation(data))
+        return cv2.imdecode(data, cv2.IMREAD_COLOR)
+    except cv2.error:  # for instance more pixels than OpenCV allows; Pillow may still read it
+        return None
 
 
 def image_size(path):
@@ -63,7 +72,7 @@ def image_size(path):
             with Image.open(file) as image:
                 return _upright(*image.size, _orientation(image, file))
     except Exception as error:  # Pillow answers broken files with nearly every exception class there is
-        raise ValueError(f"{path}: not a readable image ({error})") from error
+        raise ValueError(f"{printable(path)}: not a readable image ({error})") from error
 
 
 def verify_image(path):
@@ -213,9 +222,14 @@ def _is_deep_tiff(data):
         return False
 
 
-def _read_deep_tiff(data):
-    samples = cv2.imdecode(data, cv2.IMREAD_UNCHANGED)  # for TIFF, OpenCV applies the orientation here as well
-    return None if samples is None else _three_channels(to_8bit(samples))
+def _is_webp(data):
+    return bytes(data[:4]) == b"RIFF" and bytes(data[8:12]) == b"WEBP"
+
+
+def _webp_orientation(data):
+    file = io.BytesIO(data)
+    with Image.open(file) as image:
+        return _orientation(image, file)
 
 
 def _read_with_pillow(path, data):
@@ -226,7 +240,7 @@ def _read_with_pillow(path, data):
                 return _three_channels(to_8bit(np.asarray(image)))
             return np.asarray(image.convert("RGB"))[..., ::-1]
     except Exception as error:  # see image_size
-        raise ValueError(f"{path}: not a readable image ({error})") from error
+        raise ValueError(f"{printable(path)}: not a readable image ({error})") from error
 
 
 def to_8bit(samples):
@@ -252,3 +266,14 @@ def _three_channels(samples):
         gray = samples if samples.ndim == 2 else samples[..., 0]
         return np.repeat(gray[..., None], 3, axis=2)
     return samples[..., :3]
+
+
+def _turn(image, orientation):
+    """Turn a stored raster [h x w x 3] upright according to its EXIF orientation."""
+    if orientation in SIDES_SWAPPED:
+        image = image.transpose(1, 0, 2)
+    if orientation in (3, 4, 7, 8):
+        image = image[::-1]
+    if orientation in (2, 3, 6, 7):
+        image = image[:, ::-1]
+    return image
