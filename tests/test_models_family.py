@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from torch import nn
 
 from models.summary import model_summary
@@ -16,6 +17,7 @@ from models.yolo import Model
 from tests.parity import GOLDEN, check
 
 ROOT = Path(__file__).resolve().parents[1]
+KINDS = ("training", "deploy")
 FAMILY = json.loads((Path(__file__).parent / "golden" / "model" / "family.json").read_text())
 
 
@@ -46,7 +48,8 @@ def counts(model):
 
 
 @pytest.mark.parametrize("name", FAMILY)
-def test_structure(name):
+def test_structure(name, monkeypatch):
+    monkeypatch.setattr(nn.Conv2d, "reset_parameters", lambda self: None)  # the numbers do not matter, and take seconds
     facts = FAMILY[name]
     model = Model(ROOT / "cfg" / f"{name}.yaml")
     lines = entries(model)
@@ -59,6 +62,26 @@ def test_structure(name):
     model.fuse()
     assert counts(model) == facts["fused_counts"]
     assert digest(sorted(entries(model))) == facts["fused_sorted"]
+
+
+@pytest.mark.parametrize("name", [Path(name).name for name in FAMILY if name.startswith("training")])
+def test_deploy_rows_are_the_training_rows_with_a_plain_head(name):
+    training, deploy = (yaml.safe_load((ROOT / "cfg" / kind / f"{name}.yaml").read_text()) for kind in KINDS)
+    *rows, (sources, number, kind, args) = training["head"]
+    if kind == "IAuxDetect":
+        sources, rows = sources[: len(sources) // 2], rows[: -len(sources) // 2]
+    assert deploy == {**training, "head": [*rows, [sources, number, "Detect", args]]}
+
+
+def test_silu_variant_differs_in_the_activation_only():
+    leaky, silu = (
+        yaml.safe_load((ROOT / "cfg/deploy" / f"yolov7-tiny{end}.yaml").read_text()) for end in ("", "-silu")
+    )
+    for section in ("backbone", "head"):
+        for row in leaky[section]:
+            if row[2] == "Conv":
+                assert row[3].pop() == "nn.LeakyReLU(0.1)" and row[3].pop() == 1 and row[3].pop() == "None"
+    assert leaky == silu
 
 
 @pytest.mark.parametrize("name", ["training/yolov7-tiny", "training/yolov7", "training/yolov7-w6"])

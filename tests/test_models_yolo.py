@@ -234,6 +234,15 @@ def test_sizes_may_change_from_call_to_call():
     assert rows == [160, 120, 160]
 
 
+@pytest.mark.gpu
+@torch.no_grad()
+def test_model_may_move_between_devices():
+    model, x = sample_model(), image((1, 3, 64, 64))
+    expected = model(x)[0]
+    moved = model.cuda()(x.cuda())[0].cpu()
+    assert (moved - expected).abs().max() < 0.05 and model.cpu()(x)[0].equal(expected)
+
+
 def test_traced_model_stops_before_the_detection_layer():
     model = sample_model()
     model.traced = True
