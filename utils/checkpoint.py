@@ -232,12 +232,16 @@ class Checkpoints:
         for path in paths:
             save(content, path)
 
+    def written(self):
+        """last.pt and best.pt, those that exist."""
+        return [path for path in (self.last, self.best) if path.exists()]
+
     def strip(self, rebuild):
         """Reduce last.pt and best.pt to the model for inference; the full last state moves to last_full.pt.
 
         `rebuild` makes a Model of a StoredModel.
         """
-        stored = {path: read_checkpoint(path) for path in (self.last, self.best) if path.exists()}
+        stored = {path: read_checkpoint(path) for path in self.written()}
         if self.last in stored:
             self.last.replace(full_state_path(self.last))
         for path, checkpoint in stored.items():
@@ -253,6 +257,9 @@ class NoCheckpoints:
 
     def after_epoch(self, make_content, epoch, is_best):
         pass
+
+    def written(self):
+        return []
 
     def strip(self, rebuild):
         pass

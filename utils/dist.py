@@ -122,7 +122,20 @@ def init_seeds(seed=0):
     torch.backends.cudnn.benchmark = seed != 0
 
 
+def data_parallel(model, device, ranks, sync_bn=False):
+    """The model as training calls it: wrapped for one process a GPU (with a launcher), or for several visible GPUs."""
+    on_gpu = device.type == "cuda"
+    if ranks.is_distributed:
+        if sync_bn and on_gpu:
+            model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).to(device)
+        return torch.nn.parallel.DistributedDataParallel(model, device_ids=[device] if on_gpu else None)
+    if on_gpu and torch.cuda.device_count() > 1:
+        logger.warning("several GPUs in one process are slow: start with torchrun --nproc_per_node N train.py ...")
+        return torch.nn.DataParallel(model)
+    return model
+
+
 def unwrap(model):
     """The model inside a (Distributed)DataParallel wrapper, or the model itself."""
-    wrappers = (torch.nn.parallel.DataParallel, torch.nn.parallel.DistributedDataParallel)
+    wrappers = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
     return model.module if isinstance(model, wrappers) else model

@@ -1,0 +1,40 @@
+"""How train.py and test.py start: log format, and errors of the user as one line instead of a traceback."""
+
+import logging
+import os
+import sys
+
+from utils.runs import NothingToDo
+
+
+def run(main, opt):
+    """Call main(opt) and leave the process: status 0, or 2 with one sentence when the input was wrong.
+
+    Log lines go to the standard output, progress bars to the standard error. Processes other than the main one of a
+    distributed run only log warnings. YOLOV7FAST_TRACEBACK=1 shows where an error came from.
+    """
+    is_main = os.environ.get("RANK", "0") in ("0", "-1")
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(_Formatter("%(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.INFO if is_main else logging.WARNING)
+    try:
+        main(opt)
+    except NothingToDo as message:
+        logging.getLogger("run").info("%s", message)
+    except ValueError as error:
+        if os.environ.get("YOLOV7FAST_TRACEBACK") == "1":
+            raise
+        sys.exit(_refuse(error))
+
+
+def _refuse(error):
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    return 2
+
+
+class _Formatter(logging.Formatter):
+    """Plain messages; warnings and errors say what they are."""
+
+    def format(self, record):
+        text = super().format(record)
+        return text if record.levelno <= logging.INFO else f"{record.levelname}: {text}"

@@ -1,0 +1,78 @@
+"""Where a run lives and how it is continued: options are completed here, before anything is built."""
+
+import logging
+from pathlib import Path
+
+from utils.checkpoint import full_state_path, read_checkpoint
+from utils.files import check_file, increment_path
+from utils.options import check_train_options, explicit_options, load_options, train_parser, warn_about_idle_options
+
+logger = logging.getLogger(__name__)
+
+# What the user may change while resuming; everything else comes from the run's own opt.yaml.
+CHANGEABLE = {"resume", "epochs", "device", "workers", "local_rank"}
+
+
+class NothingToDo(Exception):
+    """The run that was asked for is complete; the message says so."""
+
+
+def prepare_train_options(opt, ranks):
+    """Complete the options of a new or resumed run: files found, run folder chosen, batch divided among processes.
+
+    Adds save_dir, world_size, global_rank and total_batch_size; batch_size becomes the share of one process.
+    Raises ValueError for values that no run could use, NothingToDo for a finished run.
+    """
+    if opt.resume:
+        opt = resumed_options(opt)
+    else:
+        check_train_options(opt)
+        opt.data, opt.hyp = (str(check_file(path)) for path in (opt.data, opt.hyp))
+        opt.cfg = str(check_file(opt.cfg)) if opt.cfg else ""
+        name = "evolve" if opt.evolve else opt.name
+        reuse = opt.exist_ok or bool(opt.evolve)
+        opt.save_dir = str(increment_path(Path(opt.project) / name, exist_ok=reuse)) if ranks.is_main else ""
+    if opt.evolve and ranks.is_distributed:
+        raise ValueError("--evolve runs in a single process; start it without a launcher")
+    warn_about_idle_options(opt)
+    opt.total_batch_size, opt.world_size, opt.global_rank = opt.batch_size, ranks.world_size, ranks.rank
+    if opt.total_batch_size % ranks.world_size:
+        raise ValueError(f"--batch-size {opt.batch_size} does not divide among {ranks.world_size} processes")
+    opt.batch_size = opt.total_batch_size // ranks.world_size
+    return opt
+
+
+def resumed_options(opt):
+    """Options of the run that `opt.resume` names (True: the newest one), which continues in the folder it is in now."""
+    last = Path(opt.resume) if isinstance(opt.resume, str) else newest_checkpoint()
+    run = last.parent.parent
+    checkpoint = read_checkpoint(last)
+    if checkpoint.optimizer is None and full_state_path(last).exists():
+        last = full_state_path(last)
+        checkpoint = read_checkpoint(last)
+
+    old = load_options(run / "opt.yaml")
+    typed = explicit_options(train_parser())
+    ignored = sorted(set(typed) - CHANGEABLE)
+    if ignored:
+        logger.warning("--resume keeps the options of %s; ignored: %s", run, ", ".join(ignored))
+    for name in CHANGEABLE & set(typed):
+        setattr(old, name, typed[name])
+
+    if checkpoint.optimizer is None:
+        raise NothingToDo(f"{last} is finished and holds no training state: start a new run with --weights {last}")
+    if checkpoint.epoch + 1 >= old.epochs:
+        raise NothingToDo(f"{run} has finished its {old.epochs} epochs; --resume with a larger --epochs goes on")
+    old.cfg, old.weights, old.resume, old.save_dir = "", str(last), True, str(run)
+    old.data = str(check_file(old.data))
+    old.hyp = old.hyp if Path(old.hyp).is_file() else str(run / "hyp.yaml")
+    logger.info("Resuming %s after epoch %d", run, checkpoint.epoch)
+    return old
+
+
+def newest_checkpoint():
+    """The last*.pt below the working directory that was written last; ValueError when there is none."""
+    found = [path for path in Path().glob("**/last*.pt") if path.is_file()]
+    if not found:
+        raise ValueError("--resume: there is no last.pt below the working directory; give its path")
+    return max(found, key=lambda path: path.stat().st_ctime)

@@ -1,0 +1,126 @@
+"""What a run changes as it goes on: the state of a training step, and how far the run has come."""
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from utils import optim
+from utils.checkpoint import same_layout, training_checkpoint, transfer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Progress:
+    """How far a run has come: epochs `start_epoch` to `epochs` - 1 are trained.
+
+    `results` (7: P, R, mAP@.5, mAP@.5:.95, box, obj, cls loss) and `maps` [nc: AP of each class] are those of the last
+    validation; `results_text` the results.txt of the epochs before.
+    """
+
+    epochs: int
+    maps: np.ndarray
+    start_epoch: int = 0
+    best_fitness: float = 0.0
+    results: tuple = (0.0,) * 7
+    results_text: str = ""
+
+
+class Training:
+    """The state that a run changes from step to step.
+
+    `hyp` gives the start of the warm-up (warmup_bias_lr, warmup_momentum) and the momentum after it; `total_batch` is
+    the number of images of one batch over all processes. On a GPU the forward pass runs in half precision where that is
+    safe, with a scaled loss.
+    """
+
+    def __init__(self, model, hyp, total_batch, optimizer, scheduler, ema):
+        self.model, self.optimizer, self.scheduler, self.ema = model, optimizer, scheduler, ema
+        self.hyp, self.total_batch = hyp, total_batch
+        self.device_type = next(model.parameters()).device.type
+        self.scaler = torch.amp.GradScaler(self.device_type, enabled=self.device_type == "cuda")
+        self.accumulate = optim.accumulation_steps(total_batch)  # batches for one optimiser step
+
+    def restore(self, stored, epochs, nc):
+        """Take over the training state of a Checkpoint, if it has one that fits; returns the Progress of the run.
+
+        stock behaviour: a checkpoint that is not stripped continues its epochs also when given as --weights; when it
+        has had as many as were asked for, that many more follow.
+        """
+        progress = Progress(epochs, maps=np.zeros(nc))
+        if stored is None or stored.optimizer is None or not same_layout(self.model, stored.model.state):
+            return progress
+        self.optimizer.load_state_dict(stored.optimizer)
+        if stored.scaler:
+            self.scaler.load_state_dict(stored.scaler)
+        if stored.ema is not None:
+            transfer(self.ema.ema, stored.ema.state)
+            self.ema.updates = stored.updates
+        progress.start_epoch, progress.best_fitness = stored.epoch + 1, stored.best_fitness or 0.0
+        progress.results_text = stored.training_results or ""
+        if progress.epochs < progress.start_epoch:
+            progress.epochs += stored.epoch
+        logger.info("Continuing the training of %s after epoch %d", stored.path, stored.epoch)
+        return progress
+
+    def start(self, model, compute_loss, loss_factor, first_epoch, num_warmup):
+        """Set what is known only after the data: how the model is called, its loss, and where the schedules begin.
+
+        `model` may be a data-parallel wrapper; `compute_loss(predictions, targets, images)` returns (loss, items);
+        `loss_factor` multiplies the loss before the backward pass; `num_warmup` is the warm-up in iterations.
+        """
+        self.model, self.compute_loss, self.loss_factor = model, compute_loss, loss_factor
+        self.scheduler.last_epoch, self.num_warmup = first_epoch - 1, num_warmup
+
+    def begin_epoch(self):
+        """Training mode; stock behaviour: gradients left over from an unfinished accumulation are dropped."""
+        self.model.train()
+        self.optimizer.zero_grad()
+
+    def warm_up(self, iteration, epoch):
+        """Within the warm-up, set the learning rates, momentum and accumulation of this iteration (over all epochs)."""
+        if iteration > self.num_warmup:
+            return
+        target_lr = self.optimizer.param_groups[0]["initial_lr"] * self.scheduler.lr_lambdas[0](epoch)
+        values = optim.warmup(
+            iteration, self.num_warmup, self.total_batch, target_lr,
+            self.hyp["warmup_bias_lr"], self.hyp["warmup_momentum"], self.hyp["momentum"],
+        )  # fmt: skip
+        optim.apply_warmup(self.optimizer, values)
+        self.accumulate = values.accumulate
+
+    def forward_backward(self, batch):
+        """Add the gradients of one batch; returns the loss items [4: box, objectness, class, total]."""
+        with torch.autocast(self.device_type, enabled=self.device_type == "cuda"):
+            loss, items = self.compute_loss(self.model(batch.images), batch.targets, batch.images)
+        self.scaler.scale(loss * self.loss_factor).backward()
+        return items
+
+    def update(self):
+        """One optimiser step on the gradients collected so far, then the moving average."""
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        self.ema.update(self.model)
+
+    def end_epoch(self):
+        """Advance the schedule; returns the learning rate of each group that the epoch ended with."""
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.scheduler.step()
+        return rates
+
+    def checkpoint(self, epoch, best_fitness, results_text):
+        """The content of a checkpoint after `epoch`."""
+        return training_checkpoint(epoch, best_fitness, results_text, self.model, self.ema, self.optimizer, self.scaler)
+
+
+def freeze_layers(model, layers):
+    """Stop training the parameters of `layers`: [n] means the first n, a longer list those layers.
+
+    stock behaviour: the running statistics of their BatchNorm still move.
+    """
+    frozen = [f"model.{i}." for i in (layers if len(layers) > 1 else range(layers[0]))]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = not any(prefix in name for prefix in frozen)
