@@ -52,7 +52,7 @@ def test_images_and_targets_are_never_modified(kind, tmp_path):
     before = [torch.as_tensor(images).clone(), torch.as_tensor(targets).clone()]
     image_grid.plot_images(images, targets, ["a/b.jpg", "c.jpg"], tmp_path / "new" / "grid.jpg")
     assert torch.equal(before[0], torch.as_tensor(images)) and torch.equal(before[1], torch.as_tensor(targets))
-    assert size_of(tmp_path / "new" / "grid.jpg") == (2 * 320 + 12, 240 + 8)
+    assert size_of(tmp_path / "new" / "grid.jpg") == (2 * 256 + 12, 192 + 8)
 
 
 def test_float_and_integer_images_look_alike():

@@ -15,7 +15,7 @@ PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F
 BACKGROUND = "#202020"
 GAP = 4  # pixels between two cells
 SHOWN_CONFIDENCE = 0.25  # detections at or below it are not drawn
-MIN_CELL = 320  # small images are enlarged to about this many pixels, or the text would cover them
+MIN_CELL = 256  # images with fewer pixels a side are enlarged to at least this, or the text would cover them
 LONGEST_FILE_NAME = 40
 
 
@@ -80,7 +80,7 @@ def _array(values):
 def _cell_size(height, width, max_size):
     """Width and height of a cell: the image's, enlarged by a whole factor or reduced to `max_size`."""
     longest = max(height, width)
-    factor = max(1, MIN_CELL // longest)
+    factor = max(1, math.ceil(MIN_CELL / longest))
     factor = min(factor, max_size / longest)
     return max(1, round(width * factor)), max(1, round(height * factor))
 
