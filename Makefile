@@ -16,6 +16,9 @@ BATCH ?= 16
 WORKERS ?= 2
 TRAIN_FLAGS ?=
 
+# Threads that wait for work sleep instead of spinning: the loader's processes need the cores.
+export OMP_WAIT_POLICY := PASSIVE
+
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/installed
 RESULT := runs/shapes/tiny

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import yaml
 
+from utils.data_yaml import read_yaml
+
 logger = logging.getLogger(__name__)
 
 # What a key means when a file lacks it: the values of data/hyp.scratch.p5.yaml, with augmentation switched off.
@@ -52,13 +54,7 @@ def load_hyp(path):
 
     Raises ValueError when the file is no YAML mapping of numbers.
     """
-    text = Path(path).read_text(encoding="utf-8-sig", errors="replace")
-    try:
-        hyp = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(hyp, dict):
-        raise ValueError(f"{path} has to be a mapping of hyper-parameters, like data/hyp.scratch.tiny.yaml")
+    hyp = read_yaml(path)
     for key in DEFAULTS | OPTIONAL:
         if key in hyp:
             hyp[key] = _number(hyp[key], key, path)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import yaml
 
+from utils.data_yaml import read_yaml
+
 logger = logging.getLogger(__name__)
 
 # Written to opt.yaml, but facts about one start of a run and no flags.
@@ -158,9 +160,7 @@ def load_options(path):
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"{path} is missing: a run can only be resumed with the opt.yaml that it wrote")
-    stored = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if not isinstance(stored, dict):
-        raise ValueError(f"{path} has to be a mapping of options")
+    stored = read_yaml(path)
     opt = train_parser().parse_args([])
     if "total_batch_size" in stored:  # batch_size is the share of one of that run's processes
         stored["batch_size"] = stored["total_batch_size"]
