@@ -1,6 +1,5 @@
 """Replay of the golden training traces: whole runs of train.train over stored batches, recorded step by step."""
 
-import argparse
 import json
 import shutil
 import zlib
@@ -80,9 +79,9 @@ def replay(trace, folder, seeded):
     hyp, data = folder / "hyp.yaml", folder / "data.yaml"
     hyp.write_text("\n".join(f"{key}: {value}" for key, value in trace["hyp_file"].items()))
     data.write_text(f"train: {pictures}/images\nval: {pictures}/images\nnc: 3\nnames: [red, green, blue]\n")
-    args = ["--weights", "", "--cfg", "cfg/training/yolov7-tiny.yaml", "--data", str(data), "--hyp", str(hyp), "--epochs",
-            "2", "--batch-size", "4", "--img-size", "64", "64", "--device", "cpu", "--workers", "0", "--noautoanchor",
-            "--project", str(folder / "runs"), "--name", "run"]  # fmt: skip
+    args = ["--weights", "", "--cfg", "cfg/training/yolov7-tiny.yaml", "--data", str(data), "--hyp", str(hyp),
+            "--epochs", "2", "--batch-size", "4", "--img-size", "64", "64", "--device", "cpu", "--workers", "0",
+            "--noautoanchor", "--project", str(folder / "runs"), "--name", "run"]  # fmt: skip
     return run(prepare_train_options(train_parser().parse_args(args), Ranks()), seeded)
 
 

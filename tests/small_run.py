@@ -1,0 +1,81 @@
+"""A data set and a model so small that a whole training run takes a second or two on a CPU."""
+
+from pathlib import Path
+from unittest import mock
+
+import cv2
+import numpy as np
+import torch
+import yaml
+
+import train
+from utils.dist import Ranks
+from utils.hyp import load_hyp
+from utils.options import train_parser
+from utils.runs import prepare_train_options
+
+BACKBONE = [[-1, 1, "Conv", [width, 3, 2]] for width in (8, 16, 32, 32, 32)]
+ANCHORS = [[8, 8, 12, 10, 10, 14], [16, 16, 24, 20, 20, 28], [32, 32, 48, 40, 40, 56]]
+HYP = {"lr0": 0.01, "lrf": 0.1, "momentum": 0.9, "weight_decay": 0.0005, "warmup_epochs": 1.0, "warmup_momentum": 0.8,
+       "warmup_bias_lr": 0.1, "box": 0.05, "cls": 0.5, "cls_pw": 1.0, "obj": 1.0, "obj_pw": 1.0, "iou_t": 0.2,
+       "anchor_t": 4.0, "fl_gamma": 0.0, "hsv_h": 0.015, "hsv_s": 0.7, "hsv_v": 0.4, "degrees": 0.0, "translate": 0.1,
+       "scale": 0.3, "shear": 0.0, "perspective": 0.0, "flipud": 0.0, "fliplr": 0.5, "mosaic": 1.0, "mixup": 0.1,
+       "copy_paste": 0.0, "paste_in": 0.1, "loss_ota": 1, "warmup_min_iters": 2}  # fmt: skip
+
+
+def make_data(folder, num_images=6, num_empty=0, size=64):
+    """Images with one coloured rectangle each; the class is the colour. Returns the data yaml."""
+    rng = np.random.default_rng(0)
+    for split in ("train", "val"):
+        (folder / "images" / split).mkdir(parents=True)
+        (folder / "labels" / split).mkdir(parents=True)
+        for i in range(num_images):
+            image = rng.integers(0, 90, (size, size, 3), dtype=np.uint8)
+            x, y, w, h = rng.integers(2, size // 2, 2).tolist() + rng.integers(10, size // 2 - 2, 2).tolist()
+            class_id = i % 2
+            row = f"{class_id} {(x + w / 2) / size} {(y + h / 2) / size} {w / size} {h / size}\n"
+            if i >= num_images - num_empty:
+                row = ""
+            else:
+                image[y : y + h, x : x + w] = ((0, 0, 255), (0, 255, 0))[class_id]
+            cv2.imwrite(str(folder / "images" / split / f"{i:02d}.png"), image)
+            (folder / "labels" / split / f"{i:02d}.txt").write_text(row)
+    path = folder / "data.yaml"
+    path.write_text("train: images/train\nval: images/val\nnc: 2\nnames: [red, green]\n")
+    return path
+
+
+def make_cfg(folder, auxiliary=False):
+    """Five convolutions and a head over three levels; with `auxiliary` a second head. Returns the cfg."""
+    sources, head = [2, 3, 4], "IDetect"
+    if auxiliary:
+        sources, head = [2, 3, 4, 2, 3, 4], "IAuxDetect"
+    content = {"nc": 2, "depth_multiple": 1.0, "width_multiple": 1.0, "anchors": ANCHORS, "backbone": BACKBONE,
+               "head": [[sources, 1, head, ["nc", "anchors"]]]}  # fmt: skip
+    path = folder / ("aux.yaml" if auxiliary else "cfg.yaml")
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def arguments(folder, *flags, hyp=None, auxiliary=False, **data):
+    """The command line of a small run in `folder`: 2 epochs, batch 3, 64 px; `flags` follow and win."""
+    data_yaml = folder / "data.yaml"
+    if not data_yaml.exists():
+        make_data(folder, **data)
+    (folder / "hyp.yaml").write_text(yaml.safe_dump(HYP | (hyp or {}), sort_keys=False))
+    return ["--data", str(data_yaml), "--cfg", str(make_cfg(folder, auxiliary)), "--hyp", str(folder / "hyp.yaml"),
+            "--img", "64", "--batch-size", "3", "--epochs", "2", "--workers", "0", "--device", "cpu", "--noautoanchor",
+            "--project", str(folder / "runs"), "--name", "run", *flags]  # fmt: skip
+
+
+def run(folder, *flags, **options):
+    """Train in this process; returns the run folder."""
+    return run_line(arguments(folder, *flags, **options))
+
+
+def run_line(line):
+    """Train with a given command line; returns the run folder."""
+    with mock.patch("sys.argv", ["train.py", *line]):
+        opt = prepare_train_options(train_parser().parse_args(line), Ranks())
+    train.train(load_hyp(opt.hyp), opt, torch.device("cpu"), Ranks())
+    return Path(opt.save_dir)
