@@ -7,6 +7,7 @@ tensors and plain values from those, and refuses every other name. The caller re
 
 import logging
 import pickle
+import tarfile
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -14,24 +15,29 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
 
 from utils.dist import unwrap
 from utils.files import atomic_write
 
 logger = logging.getLogger(__name__)
 
-MODEL_CLASSES = {
+LAYER_CLASSES = {
     "models.yolo": ("Model", "Detect", "IDetect", "IAuxDetect"),
     "models.common": ("Conv", "Concat", "Chuncat", "Shortcut", "MP", "SP", "ReOrg", "DownC", "SPPCSPC", "RepConv",
                       "ImplicitA", "ImplicitM"),
+    "torch.nn.modules.conv": ("Conv2d",),
+    "torch.nn.modules.batchnorm": ("BatchNorm2d", "SyncBatchNorm"),
+    "torch.nn.modules.pooling": ("MaxPool2d",),
+    "torch.nn.modules.upsampling": ("Upsample",),
+    "torch.nn.modules.container": ("Sequential", "ModuleList"),
+    "torch.nn.modules.linear": ("Identity",),
+    "torch.nn.modules.activation": ("SiLU", "LeakyReLU", "ReLU", "ReLU6", "Hardswish", "Mish", "GELU", "Sigmoid"),
 }  # fmt: skip
-TORCH_CLASSES = (
-    nn.Conv2d, nn.BatchNorm2d, nn.SyncBatchNorm, nn.MaxPool2d, nn.Upsample, nn.Sequential, nn.ModuleList, nn.Identity,
-    nn.SiLU, nn.LeakyReLU, nn.ReLU, nn.ReLU6, nn.Hardswish, nn.Mish, nn.GELU, nn.Sigmoid,
-)  # fmt: skip
 # What a training run attaches to a model beside its parameters.
 ATTACHED = ("names", "nc", "hyp", "gr", "class_weights")
+PLAIN_KEYS = {
+    "epoch": int, "best_fitness": float, "training_results": str, "optimizer": dict, "updates": int, "scaler": dict,
+}  # fmt: skip
 
 
 @dataclass
@@ -66,28 +72,58 @@ class Checkpoint:
         return self.ema or self.model
 
 
+class _Layer:
+    """Stand-in for every layer: what the file says about it stays data in its `__dict__`."""
+
+
+class _Dtype:
+    """Stand-in for numpy.dtype, which can be forged in a file so that its numbers are taken for addresses."""
+
+    def __init__(self, code, *_):
+        if code not in ("f2", "f4", "f8", "i4", "i8"):
+            raise pickle.UnpicklingError(f"a NumPy array of {code!r}")
+        self.code = code
+
+    def __setstate__(self, state):
+        if state[1] != "<":
+            raise pickle.UnpicklingError(f"a NumPy array in the byte order {state[1]!r}")
+
+    def numbers(self, raw):
+        return np.frombuffer(raw, self.code).tolist()
+
+
+class _Array:
+    """Stand-in for numpy.ndarray: a flat list of numbers."""
+
+    def __setstate__(self, state):
+        _, _, dtype, _, raw = state
+        self.numbers = dtype.numbers(raw)
+
+
+def _scalar(dtype, raw):
+    return dtype.numbers(raw)[0]
+
+
 def _stand_ins():
-    """Empty classes under the names that checkpoints mention; nn.Module's own __setstate__ fills them."""
-    for module, names in MODEL_CLASSES.items():
-        for name in names:
-            yield type(name, (nn.Module,), {"__module__": module})
+    """Classes and functions under the names that checkpoints mention; none of them is the real one."""
 
+    def named(module, name, base=_Layer):
+        return type(name, (base,), {"__module__": module})
 
-def _numpy_names():
-    """What a pickled NumPy number needs, under the module names of NumPy 1 and 2."""
-    core = np.core.multiarray if np.__version__.startswith("1.") else np._core.multiarray
-
-    def alias(function, module):
-        def call(*args):
+    def called(module, name, function):
+        def stand_in(*args):
             return function(*args)
 
-        call.__module__, call.__name__, call.__qualname__ = module, function.__name__, function.__name__
-        return call
+        stand_in.__module__, stand_in.__name__, stand_in.__qualname__ = module, name, name
+        return stand_in
 
-    for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
-        yield alias(core._reconstruct, module)
-        yield alias(core.scalar, module)
-    yield from (np.ndarray, np.dtype, type(np.dtype("float64")), type(np.dtype("float32")))
+    for module, names in LAYER_CLASSES.items():
+        yield from (named(module, name) for name in names)
+    yield named("numpy", "dtype", _Dtype)
+    yield named("numpy", "ndarray", _Array)
+    for module in ("numpy.core.multiarray", "numpy._core.multiarray"):  # NumPy 1 and 2
+        yield called(module, "_reconstruct", lambda kind, *_: kind())
+        yield called(module, "scalar", _scalar)
 
 
 @contextmanager
@@ -95,7 +131,7 @@ def _allowed_names():
     """The allow-list of the restricted unpickler for one read; what was allowed before is restored."""
     before = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
-    torch.serialization.add_safe_globals([*_stand_ins(), *TORCH_CLASSES, *_numpy_names()])
+    torch.serialization.add_safe_globals(list(_stand_ins()))
     try:
         yield
     finally:
@@ -112,53 +148,84 @@ def read_checkpoint(path):
     if not path.is_file():
         raise ValueError(f"{path}: no such checkpoint; give the path of an existing .pt file")
     try:
+        if tarfile.is_tarfile(path):  # torch before 2.6 unpacks those without restriction
+            raise pickle.UnpicklingError("a tar archive")
         with _allowed_names():
             content = torch.load(path, map_location="cpu", weights_only=True)
+        return _sort_content(content, path)
     except pickle.UnpicklingError as error:
-        reason = " ".join(str(error).split("WeightsUnpickler error:")[-1].split())[:300]
         raise ValueError(
-            f"{path} was refused, nothing of it was run: it holds more than tensors, plain values and YOLOv7 "
-            f"layers ({reason})"
+            f"{path} was refused, nothing of it was run: it is no .pt file, or holds more than tensors, plain values "
+            f"and YOLOv7 layers ({_reason(error)})"
         ) from error
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{path} cannot be read as a checkpoint, it may be cut off or no .pt file: {error}") from error
-    return _sort_content(content, path)
+    except Exception as error:  # a damaged file can fail in any way
+        raise ValueError(f"{path} is no checkpoint that can be used, or it is cut off: {_reason(error)}") from error
+
+
+def _reason(error):
+    """The sentence of torch's message that says what is wrong, without its advice to switch the protection off."""
+    text = " ".join(str(error).split("WeightsUnpickler error:")[-1].split())
+    return text.split(" Check the documentation")[0].split(" Please use ")[0][:300] or type(error).__name__
 
 
 def _sort_content(content, path):
-    if isinstance(content, nn.Module):
-        return Checkpoint(path, model=_stored(content, path))
+    if isinstance(content, _Layer):
+        return Checkpoint(path, model=_stored(content))
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}, neither a checkpoint nor a state dict")
+        raise ValueError(f"it holds a {type(content).__name__}, neither a checkpoint nor a state dict")
     if content and all(isinstance(value, torch.Tensor) for value in content.values()):
-        return Checkpoint(path, model=StoredModel(dict(content)))
+        return Checkpoint(path, model=_stored(content))
     model = content.get("model") if content.get("model") is not None else content.get("state_dict")
     if model is None and content.get("ema") is None:
-        raise ValueError(f"{path} holds no model (its keys: {', '.join(map(str, content))})")
-    plain = ("epoch", "training_results", "optimizer", "updates", "scaler")
-    best_fitness = content.get("best_fitness")
-    return Checkpoint(
-        path,
-        model=_stored(model, path),
-        ema=_stored(content.get("ema"), path),
-        best_fitness=None if best_fitness is None else float(np.asarray(best_fitness).reshape(-1)[0]),
-        extra={key: value for key, value in content.items() if key not in (*plain, "model", "ema", "best_fitness")},
-        **{key: content.get(key) for key in plain},
-    )
+        raise ValueError(f"it holds no model (its keys: {', '.join(map(str, content))})")
+    values = {key: _value(content, key, kind) for key, kind in PLAIN_KEYS.items()}
+    extra = {key: value for key, value in content.items() if key not in (*PLAIN_KEYS, "model", "ema")}
+    return Checkpoint(path, model=_stored(model), ema=_stored(content.get("ema")), extra=extra, **values)
 
 
-def _stored(model, path):
-    """A StoredModel of a stand-in module, or of a dict of tensors; None stays None."""
+def _value(content, key, kind):
+    """content[key] as a `kind`; None if the file lacks it."""
+    value = content.get(key)
+    if isinstance(value, _Array):  # best_fitness of stock YOLOv7
+        value = value.numbers[0]
+    if value is not None and not isinstance(value, (kind, int) if kind is float else kind):
+        raise ValueError(f"'{key}' is a {type(value).__name__}, not a {kind.__name__}")
+    return value
+
+
+def _stored(model):
+    """A StoredModel of a stand-in, or of a dict of tensors; None stays None."""
     if model is None:
         return None
     if isinstance(model, dict):
-        if not all(isinstance(value, torch.Tensor) for value in model.values()):
-            raise ValueError(f"{path}: the state dict holds something else than tensors")
-        return StoredModel(dict(model))
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"{path}: 'model' is a {type(model).__name__}, not a model")
-    attached = {name: vars(model)[name] for name in ATTACHED if name in vars(model)}
-    return StoredModel(model.state_dict(), getattr(model, "yaml", None), attached)
+        return StoredModel({name: _tensor(value, name) for name, value in model.items()})
+    if not isinstance(model, _Layer):
+        raise ValueError(f"'model' is a {type(model).__name__}, not a model")
+    attributes = vars(model)
+    if not isinstance(attributes.get("yaml"), dict | None):
+        raise ValueError("the yaml of its model is no mapping")
+    attached = {name: attributes[name] for name in ATTACHED if name in attributes}
+    return StoredModel(_collect(model, "", {}), attributes.get("yaml"), attached)
+
+
+def _collect(layer, prefix, state):
+    """Add a stand-in's parameters, its buffers, then those of its inner layers to `state`, named as in a state dict."""
+    content = vars(layer)
+    own = content.get("_parameters", {}) | content.get("_buffers", {})
+    temporary = content.get("_non_persistent_buffers_set", ())
+    for name, value in own.items():
+        if value is not None and name not in temporary:
+            state[prefix + name] = _tensor(value, prefix + name)
+    for name, inner in content.get("_modules", {}).items():
+        if inner is not None:
+            _collect(inner, f"{prefix}{name}.", state)
+    return state
+
+
+def _tensor(value, name):
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.device.type != "cpu":
+        raise ValueError(f"'{name}' is no tensor that a model could hold")
+    return value.detach()
 
 
 def transfer(model, state, exclude=()):

@@ -1,0 +1,555 @@
+"""Checkpoints: stock's layout out and in, every kind of file that people have, and files that mean harm."""
+
+import io
+import os
+import pickle
+import pickletools
+import tarfile
+import zipfile
+from copy import deepcopy
+from fractions import Fraction
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import models.yolo
+from models.experimental import rebuild
+from tests.tiny_model import CFG, tiny_model
+from utils import checkpoint as reader
+from utils.checkpoint import (
+    Checkpoints,
+    NoCheckpoints,
+    full_state_path,
+    read_checkpoint,
+    same_layout,
+    save,
+    training_checkpoint,
+    transfer,
+)
+from utils.ema import ModelEMA
+from utils.optim import build_optimizer
+
+FAMILY = sorted(Path(models.yolo.__file__).parents[1].glob("cfg/*/*.yaml"))
+STOCK_KEYS = {"epoch", "best_fitness", "training_results", "model", "ema", "updates", "optimizer", "wandb_id"}
+LAYERS = {
+    "models.yolo Model", "models.yolo IDetect", "models.common Conv", "models.common ImplicitA",
+    "models.common ImplicitM", "torch.nn.modules.conv Conv2d", "torch.nn.modules.batchnorm BatchNorm2d",
+    "torch.nn.modules.activation SiLU", "torch.nn.modules.container Sequential",
+    "torch.nn.modules.container ModuleList",
+}  # fmt: skip
+PLAIN = {
+    "collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter",
+    "torch HalfStorage", "torch FloatStorage", "torch DoubleStorage", "torch LongStorage", "__builtin__ set",
+}  # fmt: skip
+
+
+def trained(updates=3, nc=2):
+    """A model, its average and its optimiser after some steps, with what training attaches to the model."""
+    torch.manual_seed(0)
+    model = tiny_model(nc)
+    ema, optimizer = ModelEMA(model), build_optimizer(model, 0.01, 0.9, 0.0005)
+    for _ in range(updates):
+        sum(maps.square().mean() for maps in model(torch.rand(2, 3, 64, 64))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ema.update(model)
+    model.nc, model.names, model.gr = nc, ["cat", "dog", "cow"][:nc], 1.0
+    model.hyp, model.class_weights = {"lr0": 0.01, "loss_ota": 1}, torch.ones(nc, dtype=torch.float64)
+    ema.update_attr(model, include=("yaml", "nc", "hyp", "gr", "names", "stride", "class_weights"))
+    return model, ema, optimizer
+
+
+def content_of_epoch(epoch=7, best_fitness=0.25, updates=3):
+    model, ema, optimizer = trained(updates)
+    scaler = torch.amp.GradScaler("cpu", enabled=True)
+    return training_checkpoint(epoch, best_fitness, "0/9 line\n", model, ema, optimizer, scaler)
+
+
+@pytest.fixture(scope="module")
+def content():
+    return content_of_epoch()
+
+
+def written(content, folder, **options):
+    path = Path(folder) / "file.pt"
+    torch.save(content, path, **options)
+    return path
+
+
+def globals_of(path):
+    """All names that the pickle inside a .pt file mentions."""
+    with zipfile.ZipFile(path) as archive:
+        name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+        return {argument for code, argument, _ in pickletools.genops(archive.read(name)) if code.name == "GLOBAL"}
+
+
+def same(state, other):
+    assert list(state) == list(other)
+    return all(torch.equal(state[key], other[key]) and state[key].dtype == other[key].dtype for key in state)
+
+
+# ---- a training checkpoint ------------------------------------------------------------------------------------------
+
+
+def test_training_checkpoint_has_stocks_layout(content, tmp_path):
+    assert set(content) == STOCK_KEYS | {"scaler"}
+    assert content["wandb_id"] is None and content["updates"] == 3 and len(content["optimizer"]["param_groups"]) == 3
+    assert type(content["model"]) is models.yolo.Model and type(content["ema"]) is models.yolo.Model
+    for name in ("model", "ema"):
+        floats = {value.dtype for value in content[name].state_dict().values() if value.is_floating_point()}
+        assert floats == {torch.float16}
+    mentioned = globals_of(written(content, tmp_path))
+    assert mentioned >= LAYERS
+    assert mentioned - LAYERS <= PLAIN, "names that stock tools, or our own reader, do not know"
+
+
+def test_training_checkpoint_leaves_the_model_as_it_is():
+    model, ema, optimizer = trained(1)
+    before = deepcopy(model.state_dict())
+    training_checkpoint(0, 0.0, "", model, ema, optimizer, torch.amp.GradScaler("cpu", enabled=False))
+    assert same(model.state_dict(), before) and model.training
+
+
+def test_round_trip(content, tmp_path):
+    stored = read_checkpoint(written(content, tmp_path))
+    assert (stored.epoch, stored.best_fitness, stored.updates, stored.training_results) == (7, 0.25, 3, "0/9 line\n")
+    assert stored.extra == {"wandb_id": None} and stored.scaler == content["scaler"]
+    assert same(stored.model.state, content["model"].state_dict()) and same(
+        stored.ema.state, content["ema"].state_dict()
+    )
+    assert not same(stored.ema.state, stored.model.state)
+    assert stored.for_inference() is stored.ema
+    assert stored.model.yaml == content["model"].yaml
+    attributes = stored.ema.attributes
+    assert (attributes["names"], attributes["nc"], attributes["gr"]) == (["cat", "dog"], 2, 1.0)
+    assert attributes["hyp"] == {"lr0": 0.01, "loss_ota": 1} and attributes["class_weights"].dtype == torch.float64
+    for group, expected in zip(stored.optimizer["param_groups"], content["optimizer"]["param_groups"], strict=True):
+        assert group == expected
+    for key, value in content["optimizer"]["state"].items():
+        assert torch.equal(stored.optimizer["state"][key]["momentum_buffer"], value["momentum_buffer"])
+
+
+@pytest.mark.parametrize("core", [b"numpy.core.multiarray", b"numpy._core.multiarray"])
+@pytest.mark.parametrize("best", [np.array([0.625]), np.float64(0.625), np.array([0.625], np.float32)])
+def test_best_fitness_of_numpy_1_and_2(core, best, tmp_path):
+    content = {"model": {"w": torch.ones(2)}, "best_fitness": best}
+    path = written(content, tmp_path, _use_new_zipfile_serialization=False)
+    ours = best.__reduce__()[0].__module__.encode()
+    data = path.read_bytes()
+    assert b"c" + ours + b"\n" in data
+    path.write_bytes(data.replace(b"c" + ours + b"\n", b"c" + core + b"\n"))
+    assert read_checkpoint(path).best_fitness == 0.625
+
+
+def test_numpy_numbers_elsewhere_become_plain(tmp_path):
+    stored = read_checkpoint(written({"model": {"w": torch.ones(1)}, "epoch": np.int64(4)}, tmp_path))
+    assert stored.epoch == 4 and type(stored.epoch) is int
+
+
+# ---- the other files that people have -------------------------------------------------------------------------------
+
+
+def test_bare_model(tmp_path):
+    model, _, _ = trained(1)
+    stored = read_checkpoint(written(model, tmp_path))
+    assert same(stored.model.state, model.state_dict())
+    assert stored.for_inference() is stored.model and stored.optimizer is None and stored.epoch is None
+
+
+@pytest.mark.parametrize("wrap", [lambda s: s, lambda s: {"model": s}, lambda s: {"state_dict": s, "epoch": 3}])
+def test_state_dicts(wrap, tmp_path):
+    state = tiny_model().state_dict()
+    stored = read_checkpoint(written(wrap(state), tmp_path))
+    assert same(stored.model.state, dict(state)) and stored.model.yaml is None and stored.ema is None
+
+
+def test_only_an_average(content, tmp_path):
+    stored = read_checkpoint(written({"model": None, "ema": content["ema"]}, tmp_path))
+    assert stored.model is None and same(stored.for_inference().state, content["ema"].state_dict())
+
+
+def test_deploy_file_lacks_keys(content, tmp_path):
+    keys = {"model": content["model"], "optimizer": None, "training_results": None, "epoch": -1}
+    stored = read_checkpoint(written(keys, tmp_path))
+    assert stored.epoch == -1 and stored.best_fitness is None and stored.ema is None and stored.updates is None
+
+
+def test_file_of_an_old_torch_lacks_attributes(tmp_path):
+    """What later versions added to nn.Module is missing, and so are the attributes that training attaches."""
+    model = tiny_model()
+    state = deepcopy(model.state_dict())
+    for layer in model.modules():
+        for name in ("_non_persistent_buffers_set", "_is_full_backward_hook", "_state_dict_pre_hooks"):
+            vars(layer).pop(name, None)
+    vars(model).pop("traced")
+    stored = read_checkpoint(written({"model": model}, tmp_path))
+    assert same(stored.model.state, dict(state)) and "hyp" not in stored.model.attributes
+
+
+def test_temporary_buffers_and_absent_layers_are_no_state(tmp_path):
+    model = tiny_model()
+    names = list(model.state_dict())
+    model.register_buffer("scratch", torch.ones(1), persistent=False)
+    model.register_module("nothing", None)
+    assert list(read_checkpoint(written(model, tmp_path)).model.state) == names
+
+
+@pytest.mark.parametrize(
+    "cfg", sorted(Path(models.yolo.__file__).parents[1].glob("cfg/*/*.yaml")), ids=lambda p: p.stem
+)
+def test_every_layer_of_the_family_is_known(cfg):
+    """Checked by name, without the seconds that writing the large models takes."""
+    known = {f"{module}.{name}" for module, names in reader.LAYER_CLASSES.items() for name in names}
+    with torch.device("meta"):
+        used = {f"{type(layer).__module__}.{type(layer).__qualname__}" for layer in family_model(cfg).modules()}
+    assert used <= known
+
+
+def family_model(cfg):
+    content = models.yolo.read_cfg(cfg)
+    layers, _ = models.yolo.parse_model(content, content["ch"])
+    return layers
+
+
+def test_known_layers_exist_under_their_names():
+    for name, classes in reader.LAYER_CLASSES.items():
+        for kind in classes:
+            assert getattr(import_module(name), kind).__module__ == name
+
+
+# ---- files that mean harm -------------------------------------------------------------------------------------------
+
+
+class Call:
+    """Pickles as a call of `function` with `args`."""
+
+    def __init__(self, function, *args):
+        self.function, self.args = function, args
+
+    def __reduce__(self):
+        return self.function, self.args
+
+    def __call__(self):
+        """pickle wants something callable where an attribute is looked up first."""
+
+
+class ArmedLayer(nn.Module):
+    """A layer that pickles as a call."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.call = call
+
+    def __reduce__(self):
+        return self.call.function, self.call.args
+
+
+def touch(path):
+    return Call(os.system, f"touch {path}")
+
+
+def chain(path):
+    return Call(Call(getattr, path, "touch"))
+
+
+def with_optimizer(payload):
+    return {"model": {"w": torch.ones(1)}, "optimizer": {"state": {0: {"momentum_buffer": payload}}}}
+
+
+def in_layer(payload):
+    model = tiny_model()
+    model.model[0].extra = payload
+    return {"model": model}
+
+
+def object_array(payload):
+    array = np.empty(1, dtype=object)
+    array[0] = payload
+    return {"model": {"w": torch.ones(1)}, "best_fitness": array}
+
+
+ATTACKS = {
+    "os.system": lambda path: {"model": touch(path)},
+    "eval": lambda path: {"model": Call(eval, f"open({str(path)!r}, 'w')")},
+    "exec as the file": lambda path: Call(exec, f"open({str(path)!r}, 'w')"),
+    "getattr chain": lambda path: {"model": chain(path)},
+    "layer with __reduce__": lambda path: {"model": ArmedLayer(touch(path))},
+    "inside a known layer": lambda path: in_layer(touch(path)),
+    "in the optimizer": lambda path: with_optimizer(touch(path)),
+    "value of a state dict": lambda path: {"conv.weight": torch.ones(1), "conv.bias": touch(path)},
+    "key of a dict": lambda path: {"model": {"w": torch.ones(1)}, "names": {touch(path): 1}},
+    "object array": lambda path: object_array(touch(path)),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"_use_new_zipfile_serialization": False}], ids=["zip", "legacy"])
+@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
+def test_code_in_a_file_is_refused_and_does_not_run(attack, options, tmp_path):
+    canary = tmp_path / "canary"
+    path = written(attack(canary), tmp_path, **options)
+    with pytest.raises(ValueError, match="file.pt was refused, nothing of it was run"):
+        read_checkpoint(path)
+    assert not canary.exists()
+    torch.load(path, weights_only=False)
+    assert canary.exists(), "the attack itself does not work, so this test proves nothing"
+
+
+def test_tar_archive_is_refused(tmp_path):
+    """The oldest format, whose restricted reading could be circumvented before torch 2.6."""
+    canary, path = tmp_path / "canary", tmp_path / "file.pt"
+    members = {"storages": 0, "tensors": 0, "pickle": touch(canary)}
+    with tarfile.open(path, "w") as archive:
+        for name, content in members.items():
+            data = pickle.dumps(content, protocol=2)
+            information = tarfile.TarInfo(name)
+            information.size = len(data)
+            archive.addfile(information, io.BytesIO(data))
+    with pytest.raises(ValueError, match="file.pt was refused.*tar"):
+        read_checkpoint(path)
+    assert not canary.exists()
+
+
+def test_unknown_model_class_is_refused(tmp_path, monkeypatch):
+    backdoor = type("Backdoor", (models.yolo.Model,), {"__module__": "models.yolo"})
+    monkeypatch.setattr(models.yolo, "Backdoor", backdoor, raising=False)
+    with pytest.raises(ValueError, match="file.pt was refused.*models.yolo.Backdoor"):
+        read_checkpoint(written({"model": backdoor(CFG)}, tmp_path))
+
+
+def test_forged_numpy_type_is_refused(tmp_path):
+    """A float whose type says that its 8 bytes are the address of an object."""
+    forged = np.dtype("f8", False, True)
+    forged.__setstate__((3, "<", None, ("a",), {"a": (np.dtype("O"), 0)}, 8, 8, 0))
+    if forged.fields is None:
+        pytest.skip("this NumPy cannot write such a file")
+    state = (1, (1,), forged, False, b"\x01" * 8)
+    best = Call(np.zeros(1).__reduce__()[0], np.ndarray, (0,), b"b")
+    best.__class__ = type("Forged", (Call,), {"__reduce__": lambda self: (self.function, self.args, state)})
+    with pytest.raises(ValueError, match="file.pt was refused.*NumPy array of 'O8'"):
+        read_checkpoint(written({"model": {"w": torch.ones(1)}, "best_fitness": best}, tmp_path))
+
+
+def test_other_byte_order_and_other_kinds_of_numbers_are_refused(tmp_path):
+    for best in (np.array([0.5], ">f8"), np.array(["text"]), np.array([1j])):
+        with pytest.raises(ValueError, match="NumPy array"):
+            read_checkpoint(written({"model": {"w": torch.ones(1)}, "best_fitness": best}, tmp_path))
+
+
+def test_methods_that_a_file_replaces_are_not_called(tmp_path):
+    model = tiny_model()
+    state = dict(model.state_dict())
+    vars(model).update(state_dict=None, forward=None, _state_dict_hooks={0: None}, parameters="none")
+    assert same(read_checkpoint(written(model, tmp_path)).model.state, state)
+
+
+def test_allowed_names_are_restored(tmp_path):
+    before = set(torch.serialization.get_safe_globals())
+    torch.serialization.add_safe_globals([Fraction])
+    try:
+        read_checkpoint(written(tiny_model(), tmp_path))
+        with pytest.raises(ValueError):
+            read_checkpoint(written(touch(tmp_path / "canary"), tmp_path))
+        assert set(torch.serialization.get_safe_globals()) == before | {Fraction}
+        with pytest.raises(ValueError, match="Fraction"):
+            read_checkpoint(written({"model": {"w": torch.ones(1)}, "extra": Fraction(1, 2)}, tmp_path))
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(list(before))
+
+
+# ---- files that are damaged, or something else ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_truncated_files(legacy, tmp_path):
+    state = {name: value.half() for name, value in tiny_model().state_dict().items()}
+    data = written(state, tmp_path, _use_new_zipfile_serialization=not legacy).read_bytes()
+    path = tmp_path / "cut.pt"
+    for length in (0, 1, 2, 40, len(data) // 4, len(data) // 2, len(data) - 30):
+        path.write_bytes(data[:length])
+        with pytest.raises(ValueError, match="cut.pt"):
+            read_checkpoint(path)
+
+
+@pytest.mark.parametrize("text", ["", "hello", "version https://git-lfs.github.com/spec/v1\n", "<html></html>"])
+def test_text_files(text, tmp_path):
+    path = tmp_path / "text.pt"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="text.pt"):
+        read_checkpoint(path)
+
+
+def test_folder_and_missing_file(tmp_path):
+    for path in (tmp_path, tmp_path / "none.pt"):
+        with pytest.raises(ValueError, match=f"{path.name}: no such checkpoint"):
+            read_checkpoint(path)
+
+
+W = {"w": torch.ones(1)}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([1, 2], "holds a list"),
+        ({}, "holds no model"),
+        ({"epoch": 3, "optimizer": None}, "holds no model .its keys: epoch, optimizer"),
+        ({"model": "yolov7"}, "'model' is a str"),
+        ({"model": {"w": 1.0}}, "'w' is no tensor"),
+        ({"model": {"w": torch.ones(2).to_sparse()}}, "'w' is no tensor"),
+        ({"model": W, "epoch": "seven"}, "'epoch' is a str, not a int"),
+        ({"model": W, "optimizer": [1]}, "'optimizer' is a list"),
+        ({"model": W, "best_fitness": "high"}, "'best_fitness' is a str"),
+        ({"model": W, "best_fitness": np.zeros(0)}, "file.pt"),
+    ],
+)
+def test_wrong_content(content, message, tmp_path):
+    with pytest.raises(ValueError, match=message) as caught:
+        read_checkpoint(written(content, tmp_path))
+    assert "file.pt" in str(caught.value)
+
+
+def test_models_that_are_none(tmp_path):
+    model = tiny_model()
+    model.yaml = "yolov7.yaml"
+    with pytest.raises(ValueError, match="file.pt.*yaml of its model"):
+        read_checkpoint(written(model, tmp_path))
+    model = tiny_model()
+    model._modules["loop"] = model
+    with pytest.raises(ValueError, match="file.pt"):
+        read_checkpoint(written(model, tmp_path))
+    model = tiny_model()
+    vars(model)["_parameters"] = [1]
+    with pytest.raises(ValueError, match="file.pt"):
+        read_checkpoint(written(model, tmp_path))
+
+
+# ---- weights into a model -------------------------------------------------------------------------------------------
+
+
+def test_transfer_takes_what_fits():
+    source, target = tiny_model(nc=2), tiny_model(nc=3)
+    state = source.half().state_dict() | {"other": torch.ones(1)}
+    before = deepcopy(target.state_dict())
+    fitting = [key for key, value in state.items() if key in before and before[key].shape == value.shape]
+    assert 0 < len(fitting) < len(before)
+    assert transfer(target, state) == len(fitting)
+    for key, value in target.state_dict().items():
+        expected = state[key].to(value.dtype) if key in fitting else before[key]
+        assert torch.equal(value, expected) and value.dtype == before[key].dtype
+
+
+def test_transfer_leaves_out_excluded_names():
+    source, target = tiny_model(), tiny_model()
+    source.model[-1].anchors.mul_(2)
+    before = target.model[-1].anchors.clone()
+    assert transfer(target, source.state_dict(), exclude=("anchor",)) == len(source.state_dict()) - 2
+    assert torch.equal(target.model[-1].anchors, before)
+    assert torch.equal(target.model[0].conv.weight, source.model[0].conv.weight)
+    assert transfer(target, {}) == 0
+
+
+def test_same_layout():
+    model = tiny_model(nc=2)
+    state = model.state_dict()
+    assert same_layout(model, state) and not same_layout(tiny_model(nc=3), state)
+    assert not same_layout(model, state | {"more": torch.ones(1)}) and not same_layout(model, {})
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+
+def test_crash_while_saving_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "last.pt"
+    save(W, path)
+
+    def crash(content, file):
+        file.write(b"half of it")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch, "save", crash)
+    with pytest.raises(OSError, match="disk full"):
+        save({"w": torch.zeros(1)}, path)
+    assert read_checkpoint(path).model.state["w"].tolist() == [1.0]
+    assert os.listdir(tmp_path) == ["last.pt"]
+
+
+def names_after(checkpoints, epoch, is_best, monkeypatch):
+    names = []
+    monkeypatch.setattr(reader, "save", lambda content, path: names.append((content, path.name)))
+    checkpoints.after_epoch(lambda: {"epoch": epoch}, epoch, is_best)
+    assert all(content == {"epoch": epoch} for content, _ in names)
+    return {name for _, name in names}
+
+
+@pytest.mark.parametrize(
+    ("epoch", "is_best", "expected"),
+    [
+        (0, True, {"last.pt", "best.pt", "epoch_000.pt"}),
+        (1, False, {"last.pt"}),
+        (23, True, {"last.pt", "best.pt"}),
+        (24, False, {"last.pt", "epoch_024.pt"}),
+        (25, False, {"last.pt"}),
+        (199, True, {"last.pt", "best.pt", "epoch_199.pt"}),
+        (200, True, {"last.pt", "best.pt", "best_200.pt"}),
+        (200, False, {"last.pt"}),
+        (294, False, {"last.pt"}),
+        (295, False, {"last.pt", "epoch_295.pt"}),
+        (299, True, {"last.pt", "best.pt", "best_299.pt", "epoch_299.pt"}),
+    ],
+)
+def test_file_names(epoch, is_best, expected, tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path / "weights", epochs=300)
+    assert names_after(checkpoints, epoch, is_best, monkeypatch) == expected
+
+
+def test_nosave_writes_only_after_the_last_epoch(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path, epochs=3, save_every_epoch=False)
+    checkpoints.after_epoch(lambda: pytest.fail("built for nothing"), 0, True)
+    checkpoints.after_epoch(lambda: pytest.fail("built for nothing"), 1, True)
+    assert names_after(checkpoints, 2, True, monkeypatch) == {"last.pt", "best.pt", "epoch_002.pt"}
+
+
+def test_initial_model(tmp_path):
+    model = tiny_model()
+    Checkpoints(tmp_path / "weights", epochs=1).initial(model)
+    stored = read_checkpoint(tmp_path / "weights" / "init.pt")
+    assert same(stored.model.state, model.state_dict())
+
+
+def test_strip(tmp_path):
+    checkpoints = Checkpoints(tmp_path, epochs=9)
+    assert checkpoints.written() == []
+    best, last = content_of_epoch(3, 0.5, updates=1), content_of_epoch(8, 0.5, updates=2)
+    checkpoints.after_epoch(lambda: best, 3, True)
+    checkpoints.after_epoch(lambda: last, 8, False)
+    full = checkpoints.last.read_bytes()
+    checkpoints.strip(rebuild)
+
+    assert checkpoints.written() == [tmp_path / "last.pt", tmp_path / "best.pt"]
+    assert full_state_path(checkpoints.last).read_bytes() == full, "the full state stays beside the stripped one"
+    for path, before in ((checkpoints.last, last), (checkpoints.best, best)):
+        content = torch.load(path, weights_only=False)
+        assert set(content) == STOCK_KEYS | {"scaler"}
+        assert content["epoch"] == -1 and content["best_fitness"] == 0.5
+        assert all(content[key] is None for key in set(content) - {"epoch", "best_fitness", "model"})
+        model = content["model"]
+        assert same(dict(model.state_dict()), dict(before["ema"].state_dict())), "the average, bit by bit, in half"
+        assert not any(parameter.requires_grad for parameter in model.parameters()) and not model.training
+        assert model.names == ["cat", "dog"] and model.hyp == {"lr0": 0.01, "loss_ota": 1}
+        assert globals_of(path) - LAYERS <= PLAIN
+    size = checkpoints.last.stat().st_size
+    checkpoints.strip(rebuild)
+    assert checkpoints.last.stat().st_size == size, "stripping twice changes nothing"
+
+
+def test_no_checkpoints(tmp_path):
+    nothing = NoCheckpoints()
+    nothing.initial(None)
+    nothing.after_epoch(lambda: pytest.fail("built for nothing"), 0, True)
+    nothing.strip(rebuild)
+    assert nothing.written() == []
