@@ -43,6 +43,7 @@ def check(group, name, actual, expected, rtol=0.0, atol=0.0, max_outlier_share=0
     if np.array_equal(actual, expected, equal_nan=actual.dtype.kind == "f" and expected.dtype.kind == "f"):
         tally.exact += 1
         return
+    actual, expected = np.atleast_1d(actual), np.atleast_1d(expected)
     difference = np.abs(actual.astype(np.float64) - expected.astype(np.float64))
     difference[np.isnan(actual.astype(np.float64)) & np.isnan(expected.astype(np.float64))] = 0
     outside = ~(difference <= atol + rtol * np.abs(expected.astype(np.float64)))
