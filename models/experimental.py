@@ -23,8 +23,11 @@ def rebuild(stored, source="checkpoint"):
         raise ValueError(
             f"{source} holds only tensors and no model yaml: train from it with --cfg, then use that result"
         )
-    with torch.random.fork_rng(devices=[]):  # building draws initial weights, which are overwritten
-        model = Model(dict(stored.yaml))
+    try:
+        with torch.random.fork_rng(devices=[]):  # building draws initial weights, which are overwritten
+            model = Model(dict(stored.yaml))
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
     num_taken, num_own = transfer(model, stored.state), len(model.state_dict())
     if num_taken != num_own:
         raise ValueError(f"{source}: only {num_taken} of the {num_own} tensors of its model fit; the file is damaged")

@@ -33,7 +33,7 @@ from utils.checkpoint import (
 from utils.ema import ModelEMA
 from utils.optim import build_optimizer
 
-FAMILY = sorted(Path(models.yolo.__file__).parents[1].glob("cfg/*/*.yaml"))
+FAMILY = sorted(Path(models.yolo.__file__).parents[1].glob("cfg/training/*.yaml"))
 STOCK_KEYS = {"epoch", "best_fitness", "training_results", "model", "ema", "updates", "optimizer", "wandb_id"}
 LAYERS = {
     "models.yolo Model", "models.yolo IDetect", "models.common Conv", "models.common ImplicitA",
@@ -199,7 +199,7 @@ def test_temporary_buffers_and_absent_layers_are_no_state(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "cfg", sorted(Path(models.yolo.__file__).parents[1].glob("cfg/*/*.yaml")), ids=lambda p: p.stem
+    "cfg", sorted(Path(models.yolo.__file__).parents[1].glob("cfg/training/*.yaml")), ids=lambda p: p.stem
 )
 def test_every_layer_of_the_family_is_known(cfg):
     """Checked by name, without the seconds that writing the large models takes."""

@@ -2,7 +2,6 @@
 
 import logging
 import random
-import time
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +54,8 @@ def evolve(train, hyp, save_dir, generations):
 
     Writes save_dir/evolve.txt (one row a generation, best first: 7 results, then the searched values in the order of
     their names in its first line) and save_dir/hyp_evolved.yaml. A generation that fails is recorded with fitness 0
-    and does not end the search. Continues from an evolve.txt that is there already.
+    and does not end the search. Continues from an evolve.txt that is there already. Raises ValueError when the very
+    first generation, which trains with the user's own values, does: no later one could do better.
     """
     hyp = dict(hyp)
     hyp.setdefault("anchors", 3)
@@ -68,6 +68,8 @@ def evolve(train, hyp, save_dir, generations):
         try:
             results = train(dict(candidate))
         except (RuntimeError, ValueError) as error:
+            if isinstance(error, ValueError) and not len(rows):
+                raise
             logger.warning("generation %d failed and scores 0: %s", generation + 1, error)
             results = (0.0,) * NUM_RESULTS
         add_row(table, rows, results, candidate, names)
@@ -78,16 +80,18 @@ def evolve(train, hyp, save_dir, generations):
 def read_table(path, names):
     """Rows [n x (7 + number of names)] of an evolve.txt, best first; empty when there is none.
 
-    Raises ValueError when the file searched other hyper-parameters.
+    Raises ValueError when the file searched other hyper-parameters, or is damaged.
     """
     if not path.exists():
         return np.zeros((0, NUM_RESULTS + len(names)))
-    lines = path.read_text().splitlines()
-    if lines[0].split()[1 + NUM_RESULTS :] != names:
+    titles, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
+    if titles.split()[1 + NUM_RESULTS :] != names:
         raise ValueError(f"{path} searched other hyper-parameters; move it away or choose another --project")
-    return np.array([[float(value) for value in line.split()] for line in lines[1:]]).reshape(
-        -1, NUM_RESULTS + len(names)
-    )
+    shape = len(lines), NUM_RESULTS + len(names)
+    try:
+        return np.array([line.split() for line in lines], dtype=np.float64).reshape(shape)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); move it away or choose another --project") from error
 
 
 def choose_parent(rows, names, hyp):
@@ -101,7 +105,7 @@ def choose_parent(rows, names, hyp):
 
 def mutate(parent, names, probability=0.8, sigma=0.2):
     """A copy of `parent` whose `names` are multiplied by random factors of 0.3 to 3, then held within LIMITS."""
-    rng = np.random.RandomState(int(time.time() * 1000) % 2**32)  # not the training's stream, which each run reseeds
+    rng = np.random.RandomState()  # not the training's stream, which each run starts from the same seed
     gains = np.array([LIMITS[name][0] for name in names])
     factors = np.ones(len(names))
     while (factors == 1).all():

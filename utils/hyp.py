@@ -1,6 +1,7 @@
 """Hyper-parameter files: reading with defaults, checking, and the scaling that a run applies to the loss gains."""
 
 import logging
+import math
 from contextlib import suppress
 from pathlib import Path
 
@@ -73,7 +74,7 @@ def _number(value, key, path):
     if isinstance(value, str):
         with suppress(ValueError):
             value = float(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ValueError(f"{path}: {key} has to be a number, not {value!r}")
     return value
 

@@ -18,8 +18,8 @@ def labels_to_class_weights(labels, num_classes):
 
 def labels_to_image_weights(labels, num_classes, class_weights):
     """Sum over an image's boxes of the weight of their class, for every image; [num images]."""
-    counts = np.array([np.bincount(rows[:, 0].astype(np.int64), minlength=num_classes) for rows in labels])
-    return (np.asarray(class_weights).reshape(1, -1) * counts).sum(1)
+    counts = [np.bincount(rows[:, 0].astype(np.int64), minlength=num_classes) for rows in labels]
+    return (np.asarray(class_weights).reshape(1, -1) * np.array(counts).reshape(-1, num_classes)).sum(1)
 
 
 def draw_image_indices(labels, class_weights, maps):

@@ -47,23 +47,42 @@ class Training:
         """Take over the training state of a Checkpoint, if it has one that fits; returns the Progress of the run.
 
         stock behaviour: a checkpoint that is not stripped continues its epochs also when given as --weights; when it
-        has had as many as were asked for, that many more follow.
+        has had more than were asked for, its epoch number is added to them.
+        Raises ValueError when no epoch is left, or when the state belongs to another optimiser.
         """
         progress = Progress(epochs, maps=np.zeros(nc))
-        if stored is None or stored.optimizer is None or not same_layout(self.model, stored.model.state):
+        if stored is None or stored.optimizer is None or stored.epoch is None:
             return progress
-        self.optimizer.load_state_dict(stored.optimizer)
+        if not same_layout(self.model, (stored.model or stored.ema).state):
+            return progress
+        self._restore_optimizer(stored)
         if stored.scaler:
             self.scaler.load_state_dict(stored.scaler)
         if stored.ema is not None:
             transfer(self.ema.ema, stored.ema.state)
-            self.ema.updates = stored.updates
+            self.ema.updates = stored.updates or 0
         progress.start_epoch, progress.best_fitness = stored.epoch + 1, stored.best_fitness or 0.0
         progress.results_text = stored.training_results or ""
         if progress.epochs < progress.start_epoch:
             progress.epochs += stored.epoch
+        if progress.epochs <= progress.start_epoch:
+            raise ValueError(
+                f"{stored.path} has had {progress.start_epoch} epochs, so --epochs {epochs} leaves nothing to train: "
+                "give more epochs, or start anew from the best.pt of a finished run, which holds no training state"
+            )
         logger.info("Continuing the training of %s after epoch %d", stored.path, stored.epoch)
         return progress
+
+    def _restore_optimizer(self, stored):
+        try:
+            if _layout(stored.optimizer["param_groups"]) != _layout(self.optimizer.param_groups):
+                raise ValueError("its parameter groups differ")
+            self.optimizer.load_state_dict(stored.optimizer)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{stored.path} holds the state of another optimizer ({error}): give or drop --adam as in that run, "
+                "or start anew from the best.pt of a finished run, which holds no training state"
+            ) from error
 
     def start(self, model, compute_loss, loss_factor, first_epoch, num_warmup):
         """Set what is known only after the data: how the model is called, its loss, and where the schedules begin.
@@ -116,11 +135,18 @@ class Training:
         return training_checkpoint(epoch, best_fitness, results_text, self.model, self.ema, self.optimizer, self.scaler)
 
 
+def _layout(groups):
+    """What tells parameter groups apart: the kind of optimiser, and how many parameters each has."""
+    return [("momentum" in group, len(group["params"])) for group in groups]
+
+
 def freeze_layers(model, layers):
     """Stop training the parameters of `layers`: [n] means the first n, a longer list those layers.
 
-    stock behaviour: the running statistics of their BatchNorm still move.
+    stock behaviour: the running statistics of their BatchNorm still move. Raises ValueError when nothing is left.
     """
     frozen = [f"model.{i}." for i in (layers if len(layers) > 1 else range(layers[0]))]
     for name, parameter in model.named_parameters():
         parameter.requires_grad = not any(prefix in name for prefix in frozen)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(f"--freeze {' '.join(map(str, layers))} leaves no layer to train")
