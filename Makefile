@@ -10,11 +10,11 @@ PYTEST_FLAGS ?=
 
 TRAIN_IMAGES ?= 480
 VAL_IMAGES ?= 80
-SIZE ?= 128
-EPOCHS ?= 32
+SIZE ?= 96
+EPOCHS ?= 26
 BATCH ?= 16
 WORKERS ?= 2
-TRAIN_FLAGS ?=
+TRAIN_FLAGS ?= --adam
 
 # Threads that wait for work sleep instead of spinning: the loader's processes need the cores.
 export OMP_WAIT_POLICY := PASSIVE

@@ -24,9 +24,12 @@ FOLDERS = ("images", "labels", "annotations")
 SPLITS = ("train", "val")
 EMPTY_SHARE = 0.06  # images without any object
 MAX_OBJECTS = 5
-DIAMETERS = (0.16, 0.7)  # of an object, as a share of the image's shorter side
+DIAMETERS = (0.2, 0.7)  # of an object, as a share of the image's shorter side
 MAX_HIDDEN = 0.35  # share of an object that later ones may cover
-MIN_CONTRAST = 90  # distance in BGR between an object's colour and the mean of what lies behind it
+HUES = {"circle": 0, "square": 35, "triangle": 75, "star": 125}  # OpenCV's 0..179; a class varies around its own hue
+HUE_SPREAD = 14
+BACKGROUND_SATURATION = 0.3  # backgrounds are muted, so that a few minutes of training find the objects
+MIN_CONTRAST = 60  # distance in BGR that an object's colour tries to keep from the mean of what lies behind it
 FINENESS = 4  # masks are drawn this much finer, then averaged
 SUBPIXEL_BITS = 4  # fixed-point digits of the corners that OpenCV draws
 
@@ -146,12 +149,21 @@ def place_things(rng, height, width):
     return things
 
 
-def _contrasting_colour(rng, behind):
-    """A random colour [3] at least MIN_CONTRAST from the mean of the pixels `behind` [n x 3]."""
-    while True:
-        colour = rng.uniform(0, 255, 3)
+def _object_colour(rng, name, behind):
+    """A vivid colour [3, BGR] of the class's hue; the first of 20 draws that stands out from `behind` [n x 3]."""
+    for _ in range(20):
+        hue = (HUES[name] + rng.integers(-HUE_SPREAD, HUE_SPREAD + 1)) % 180
+        hsv = np.array([[[hue, rng.integers(140, 256), rng.integers(120, 256)]]], np.uint8)
+        colour = cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR)[0, 0].astype(np.float64)
         if np.linalg.norm(colour - behind.mean(axis=0)) >= MIN_CONTRAST:
-            return colour
+            break
+    return colour
+
+
+def _muted_colour(rng):
+    """A colour [3, BGR] near grey."""
+    colour = rng.uniform(20, 235, 3)
+    return colour.mean() + BACKGROUND_SATURATION * (colour - colour.mean())
 
 
 def draw_image(rng, size):
@@ -159,10 +171,10 @@ def draw_image(rng, size):
     shorter = int(round(size * 0.75))
     height, width = ((size, size), (shorter, size), (size, shorter))[rng.integers(3)]
     things = place_things(rng, height, width)
-    image = texture(rng, height, width, rng.uniform(20, 235, 3), strength=70)
+    image = texture(rng, height, width, _muted_colour(rng), strength=40)
     for thing in things:
         mask = thing.mask(height, width)
-        colour = _contrasting_colour(rng, image[mask[..., 0] > 0.5])
+        colour = _object_colour(rng, NAMES[thing.label], image[mask[..., 0] > 0.5])
         image += mask * (texture(rng, height, width, colour, strength=45) - image)
     image += rng.normal(0, rng.uniform(1, 7), image.shape)
     return image.round().clip(0, 255).astype(np.uint8), things
