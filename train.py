@@ -89,7 +89,8 @@ def train(hyp, opt, device, ranks):
 
     num_batches = len(loaders.train)
     num_warmup = optim.warmup_iterations(hyp["warmup_epochs"], num_batches, hyp.get("warmup_min_iters", 1000))
-    optim.warn_if_warmup_outlasts(num_warmup, hyp["warmup_epochs"], progress.epochs, num_batches)
+    if "warmup_min_iters" not in hyp:  # who sets it, knows
+        optim.warn_if_warmup_outlasts(num_warmup, hyp["warmup_epochs"], progress.epochs, num_batches)
     training_loss, validation_loss = build_losses(model)
     loss_factor = ranks.world_size * (4 if opt.quad else 1)
     called = dist.data_parallel(model, device, ranks, opt.sync_bn)
