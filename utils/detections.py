@@ -6,7 +6,10 @@ from utils.boxes import xyxy2xywh
 
 
 class TextFiles:
-    """labels/<image stem>.txt: `class x y w h [confidence]`, normalised by the size of the original image."""
+    """labels/<image stem>.txt: `class x y w h [confidence]`, normalised by the size of the original image.
+
+    An image without detections has an empty file, as in a data set.
+    """
 
     def __init__(self, folder, with_confidence=False):
         self.folder, self.with_confidence = Path(folder), with_confidence

@@ -34,14 +34,19 @@ class Ranks:
 def read_ranks(local_rank=-1):
     """Ranks from the launcher's environment; `local_rank` is the flag that older launchers pass instead of a variable.
 
-    Raises ValueError when a local rank is given without RANK and WORLD_SIZE.
+    Raises ValueError when the launcher set only a part of RANK, WORLD_SIZE and the local rank.
     """
     rank = int(os.environ.get("RANK", -1))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", local_rank))
     if local_rank != -1 and rank == -1:
         raise ValueError("--local_rank is set by a launcher; start with: torchrun --nproc_per_node N train.py ...")
-    return Ranks(rank, local_rank if rank != -1 else -1, world_size)
+    if rank != -1 and (local_rank == -1 or not rank < world_size):
+        raise ValueError(
+            f"RANK is {rank}, WORLD_SIZE {world_size} and LOCAL_RANK {local_rank}, which do not go together; "
+            "start with: torchrun --nproc_per_node N train.py ..., or unset RANK"
+        )
+    return Ranks(rank, local_rank, world_size)
 
 
 def start_processes(ranks, device):
@@ -62,9 +67,11 @@ def rank_zero_first(rank):
     waits = rank > 0 and dist.is_initialized()
     if waits:
         dist.barrier()
-    yield
-    if rank == 0 and dist.is_initialized():
-        dist.barrier()
+    try:
+        yield
+    finally:  # after an error as well, or the others would wait for ever
+        if rank == 0 and dist.is_initialized():
+            dist.barrier()
 
 
 def broadcast_indices(indices, rank, device):

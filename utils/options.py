@@ -110,7 +110,7 @@ def explicit_options(parser, arguments=None):
     """Only what the user typed, as a dict: the same parser without its defaults."""
     for action in parser._actions:
         action.default = argparse.SUPPRESS
-    return vars(parser.parse_args(arguments))
+    return vars(parser.parse_known_args(arguments)[0])
 
 
 def check_train_options(opt):
@@ -155,19 +155,28 @@ def save_options(opt, path):
 def load_options(path):
     """Options of an earlier run from its opt.yaml; unknown keys are dropped with one warning, missing ones default.
 
-    Raises ValueError when the file is missing or no mapping.
+    Raises ValueError when the file is missing, no mapping, or has text where a number belongs.
     """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"{path} is missing: a run can only be resumed with the opt.yaml that it wrote")
     stored = read_yaml(path)
-    opt = train_parser().parse_args([])
+    parser = train_parser()
+    opt = parser.parse_args([])
     if "total_batch_size" in stored:  # batch_size is the share of one of that run's processes
         stored["batch_size"] = stored["total_batch_size"]
     unknown = [key for key in stored if key not in vars(opt) and key not in RUNTIME_KEYS]
     if unknown:
         logger.warning("%s: options unknown here are ignored: %s", path, ", ".join(map(str, unknown)))
-    for key, value in stored.items():
-        if key in vars(opt):
-            setattr(opt, key, value)
+    for action in parser._actions:
+        if action.dest in stored and action.dest in vars(opt):
+            setattr(opt, action.dest, _checked(stored[action.dest], action, path))
     return opt
+
+
+def _checked(value, action, path):
+    """A value of an opt.yaml, after a look at its type."""
+    numbers = value if isinstance(value, list) else [value]
+    if action.type and value != action.default and not all(isinstance(number, (int, float)) for number in numbers):
+        raise ValueError(f"{path}: {action.dest} has to be a number, not {value!r}")
+    return value

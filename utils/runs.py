@@ -1,6 +1,7 @@
 """Where a run lives and how it is continued: options are completed here, before anything is built."""
 
 import logging
+import os
 from pathlib import Path
 
 from utils.checkpoint import full_state_path, read_checkpoint
@@ -44,7 +45,7 @@ def prepare_train_options(opt, ranks):
 
 def resumed_options(opt):
     """Options of the run that `opt.resume` names (True: the newest one), which continues in the folder it is in now."""
-    last = Path(opt.resume) if isinstance(opt.resume, str) else newest_checkpoint()
+    last = Path(os.path.abspath(opt.resume if isinstance(opt.resume, str) else newest_checkpoint()))
     run = last.parent.parent
     checkpoint = read_checkpoint(last)
     if checkpoint.optimizer is None and full_state_path(last).exists():
@@ -59,7 +60,7 @@ def resumed_options(opt):
     for name in CHANGEABLE & set(typed):
         setattr(old, name, typed[name])
 
-    if checkpoint.optimizer is None:
+    if checkpoint.optimizer is None or checkpoint.epoch is None:
         raise NothingToDo(f"{last} is finished and holds no training state: start a new run with --weights {last}")
     if checkpoint.epoch + 1 >= old.epochs:
         raise NothingToDo(f"{run} has finished its {old.epochs} epochs; --resume with a larger --epochs goes on")
