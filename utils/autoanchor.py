@@ -4,7 +4,6 @@ import logging
 
 import numpy as np
 import torch
-from scipy.cluster.vq import kmeans
 from tqdm import tqdm
 
 from utils.dist import unwrap
@@ -105,6 +104,8 @@ def kmean_anchors(dataset, n=9, imgsz=640, thr=4.0, gen=1000):
     spread = wh.std(0)
     if not spread.all():
         raise ValueError(f"all {len(wh)} boxes have the same width or height, so {n} anchors cannot be told apart")
+    from scipy.cluster.vq import kmeans  # slow to import, and most runs keep their anchors
+
     centroids, _ = kmeans(wh / spread, n, iter=30)
     if len(centroids) != n:
         raise ValueError(f"k-means found only {len(centroids)} different box sizes for {n} anchors")

@@ -5,7 +5,6 @@ import logging
 import time
 
 import torch
-import torchvision
 
 from utils.boxes import xywh2xyxy
 
@@ -69,13 +68,15 @@ def _score(rows, conf_thres, multi_label):
 
 def _suppress(candidates, iou_thres, agnostic):
     """The at most `MAX_DETECTIONS` rows of `candidates` [n x 6] that no better one overlaps beyond `iou_thres`."""
+    from torchvision.ops import nms  # takes a second to import, which `train.py --help` should not wait for
+
     if len(candidates) > MAX_CANDIDATES:
         candidates = candidates[candidates[:, 4].argsort(descending=True, stable=True)[:MAX_CANDIDATES]]
     boxes_xyxy = candidates[:, :4]
     if not agnostic:
         # stock behaviour: a fixed offset, so on inputs above 4096 pixels neighbouring classes can meet
         boxes_xyxy = boxes_xyxy + candidates[:, 5:6] * CLASS_OFFSET
-    return candidates[torchvision.ops.nms(boxes_xyxy, candidates[:, 4], iou_thres)[:MAX_DETECTIONS]]
+    return candidates[nms(boxes_xyxy, candidates[:, 4], iou_thres)[:MAX_DETECTIONS]]
 
 
 @functools.cache
