@@ -30,7 +30,7 @@ from utils.loss import build_losses
 from utils.metrics import fitness
 from utils.options import round_up, save_options, train_parser
 from utils.report import open_report
-from utils.runs import prepare_train_options
+from utils.runs import open_run_folder, prepare_train_options
 from utils.sampling import draw_image_indices, labels_to_class_weights
 from utils.training import Training, freeze_layers
 
@@ -50,20 +50,20 @@ def main(opt):
     """Prepare options and processes, then train once, or as often as --evolve asks."""
     ranks = dist.read_ranks(opt.local_rank)
     opt = prepare_train_options(opt, ranks)
+    hyp, data = load_hyp(opt.hyp), load_data_yaml(opt.data, opt.single_cls)
     device = dist.select_device(opt.device, opt.batch_size, ranks)
     dist.start_processes(ranks, device)
-    hyp = load_hyp(opt.hyp)
+    open_run_folder(opt, ranks)
     if opt.evolve:
-        evolve(partial(train, opt=opt, device=device, ranks=ranks), hyp, opt.save_dir, opt.evolve)
+        evolve(partial(train, opt=opt, data=data, device=device, ranks=ranks), hyp, opt.save_dir, opt.evolve)
     else:
-        train(hyp, opt, device, ranks)
+        train(hyp, opt, data, device, ranks)
     dist.stop_processes()
 
 
-def train(hyp, opt, device, ranks):
+def train(hyp, opt, data, device, ranks):
     """One training run. Returns the last validation: P, R, mAP@.5, mAP@.5:.95, box, obj and cls loss."""
     dist.init_seeds(2 + ranks.rank)
-    data = load_data_yaml(opt.data, opt.single_cls)
     paths = fastpaths.choose(opt, device)
 
     model, stored = build_model(opt, hyp, data, device)

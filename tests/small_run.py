@@ -9,10 +9,11 @@ import torch
 import yaml
 
 import train
+from utils.data_yaml import load_data_yaml
 from utils.dist import Ranks
 from utils.hyp import load_hyp
 from utils.options import train_parser
-from utils.runs import prepare_train_options
+from utils.runs import open_run_folder, prepare_train_options
 
 BACKBONE = [[-1, 1, "Conv", [width, 3, 2]] for width in (8, 16, 32, 32, 32)]
 ANCHORS = [[8, 8, 12, 10, 10, 14], [16, 16, 24, 20, 20, 28], [32, 32, 48, 40, 40, 56]]
@@ -77,5 +78,7 @@ def run_line(line):
     """Train with a given command line; returns the run folder."""
     with mock.patch("sys.argv", ["train.py", *line]):
         opt = prepare_train_options(train_parser().parse_args(line), Ranks())
-    train.train(load_hyp(opt.hyp), opt, torch.device("cpu"), Ranks())
+    data = load_data_yaml(opt.data, opt.single_cls)
+    open_run_folder(opt, Ranks())
+    train.train(load_hyp(opt.hyp), opt, data, torch.device("cpu"), Ranks())
     return Path(opt.save_dir)

@@ -10,7 +10,7 @@ import torch
 from utils.dist import Ranks
 from utils.hyp import DEFAULTS, save_hyp
 from utils.options import load_options, save_options, train_parser
-from utils.runs import NothingToDo, newest_checkpoint, prepare_train_options
+from utils.runs import NothingToDo, newest_checkpoint, open_run_folder, prepare_train_options
 
 OPTIMIZER = {"state": {}, "param_groups": []}
 
@@ -27,11 +27,13 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def prepare(monkeypatch):
-    """Options of a command line, prepared."""
+    """Options of a command line, prepared, with their run folder open."""
 
     def parse_and_prepare(line, ranks=Ranks()):  # noqa: B008
         monkeypatch.setattr("sys.argv", ["train.py", *line.split()])
-        return prepare_train_options(train_parser().parse_args(line.split()), ranks)
+        opt = prepare_train_options(train_parser().parse_args(line.split()), ranks)
+        open_run_folder(opt, ranks)
+        return opt
 
     return parse_and_prepare
 
@@ -75,6 +77,12 @@ def test_processes_share_the_batch(prepare):
     assert (opt.batch_size, opt.total_batch_size, opt.world_size, opt.global_rank) == (2, 8, 4, 0)
     with pytest.raises(ValueError, match="--batch-size 8 does not divide among 3 processes"):
         prepare(NEW, Ranks(0, 0, 3))
+
+
+def test_nothing_is_written_before_the_folder_is_opened(folder):
+    before = sorted(folder.rglob("*"))
+    opt = prepare_train_options(train_parser().parse_args(NEW.split()), Ranks())
+    assert opt.save_dir == "" and sorted(folder.rglob("*")) == before
 
 
 def test_only_the_main_process_makes_a_folder(prepare, folder):

@@ -116,7 +116,7 @@ def test_same_command_gives_same_results(tmp_path, no_pictures):
 def test_training_learns(tmp_path, no_pictures):
     hyp = {"mosaic": 0.0, "mixup": 0.0, "paste_in": 0.0, "scale": 0.0, "translate": 0.0} | SLOW_WARMUP
     table = read_results(small_run.run(tmp_path, "--epochs", "40", "--notest", "--adam", hyp=hyp) / "results.txt")
-    assert table[-1, 5] < 0.6 * table[0, 5], "total training loss"
+    assert table[-1, 5] < 0.75 * table[0, 5], "total training loss"
 
 
 # ---- every flag ----------------------------------------------------------------------------------------------------

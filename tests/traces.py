@@ -12,9 +12,11 @@ import torch
 import train
 from tests import parity
 from utils import assign
+from utils.data_yaml import load_data_yaml
 from utils.dist import Ranks
+from utils.hyp import load_hyp
 from utils.options import train_parser
-from utils.runs import prepare_train_options
+from utils.runs import open_run_folder, prepare_train_options
 
 
 def load_trace(name):
@@ -131,7 +133,8 @@ def run(opt, seeded):
         mock.patch.object(train, "build_model", build_model),
         mock.patch.object(train, "finish_epoch", finish_epoch),
     ):
-        train.train(train.load_hyp(opt.hyp), opt, torch.device("cpu"), Ranks())
+        open_run_folder(opt, Ranks())
+        train.train(load_hyp(opt.hyp), opt, load_data_yaml(opt.data), torch.device("cpu"), Ranks())
     training = record.pop("training")
     record |= {
         "final_model": sums(training.model),

@@ -1,13 +1,17 @@
 """Files and folders: find them, number run folders, write whole files or nothing, read text of any origin."""
 
 import codecs
+import logging
 import os
 import re
 import secrets
 from contextlib import contextmanager
 from pathlib import Path
 
+logger = logging.getLogger(__name__)
+
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
+OWN_TESTS = PROJECT_ROOT / "tests"  # its data sets are nobody's missing file
 
 # The long marks come first, because the UTF-32 mark begins with the UTF-16 mark.
 BYTE_ORDER_MARKS = (
@@ -42,18 +46,22 @@ def check_file(path, suffixes=()):
         if len(found) > 1:
             raise ValueError(f"{wanted} does not exist and several files match, name one of: {', '.join(found)}")
         if found:
+            logger.warning("%s does not exist; %s is taken instead, the only file of that name", wanted, found[0])
             return found[0]
     raise ValueError(f"{wanted} does not exist, and nothing of that name lies below {' or '.join(map(str, places))}")
 
 
 def _files_ending_with(folder, wanted):
-    """Sorted paths of all files below `folder` (hidden folders left out) whose last parts equal those of `wanted`."""
+    """Sorted paths of all files below `folder` whose last parts equal those of `wanted`.
+
+    Hidden folders and the tests of this project are left out.
+    """
     parts = tuple(part for part in Path(wanted).parts if part not in (".", ".."))
     if not parts or Path(wanted).is_absolute():
         return []
     found = []
     for root, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        folders[:] = [name for name in folders if not name.startswith(".") and Path(root, name) != OWN_TESTS]
         if parts[-1] in names:
             candidate = Path(root, parts[-1])
             if candidate.parts[-len(parts) :] == parts:

@@ -6,7 +6,14 @@ from pathlib import Path
 
 from utils.checkpoint import full_state_path, read_checkpoint
 from utils.files import check_file, increment_path
-from utils.options import check_train_options, explicit_options, load_options, train_parser, warn_about_idle_options
+from utils.options import (
+    check_train_options,
+    explicit_options,
+    load_options,
+    save_options,
+    train_parser,
+    warn_about_idle_options,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -19,9 +26,10 @@ class NothingToDo(Exception):
 
 
 def prepare_train_options(opt, ranks):
-    """Complete the options of a new or resumed run: files found, run folder chosen, batch divided among processes.
+    """Complete the options of a new or resumed run: files found, batch divided among processes. Nothing is written yet.
 
-    Adds save_dir, world_size, global_rank and total_batch_size; batch_size becomes the share of one process.
+    Adds world_size, global_rank and total_batch_size, and save_dir, which stays empty until `open_run_folder`;
+    batch_size becomes the share of one process.
     Raises ValueError for values that no run could use, NothingToDo for a finished run.
     """
     if opt.resume:
@@ -30,9 +38,7 @@ def prepare_train_options(opt, ranks):
         check_train_options(opt)
         opt.data, opt.hyp = (str(check_file(path)) for path in (opt.data, opt.hyp))
         opt.cfg = str(check_file(opt.cfg)) if opt.cfg else ""
-        name = "evolve" if opt.evolve else opt.name
-        reuse = opt.exist_ok or bool(opt.evolve)
-        opt.save_dir = str(increment_path(Path(opt.project) / name, exist_ok=reuse)) if ranks.is_main else ""
+        opt.save_dir = ""
     if opt.evolve and ranks.is_distributed:
         raise ValueError("--evolve runs in a single process; start it without a launcher")
     warn_about_idle_options(opt)
@@ -41,6 +47,13 @@ def prepare_train_options(opt, ranks):
         raise ValueError(f"--batch-size {opt.batch_size} does not divide among {ranks.world_size} processes")
     opt.batch_size = opt.total_batch_size // ranks.world_size
     return opt
+
+
+def open_run_folder(opt, ranks):
+    """Choose and make the folder of a new run, in the main process; call it when all input has been found good."""
+    if ranks.is_main and not opt.save_dir:
+        name = "evolve" if opt.evolve else opt.name
+        opt.save_dir = str(increment_path(Path(opt.project) / name, exist_ok=opt.exist_ok or bool(opt.evolve)))
 
 
 def resumed_options(opt):
@@ -64,6 +77,8 @@ def resumed_options(opt):
         raise NothingToDo(f"{last} is finished and holds no training state: start a new run with --weights {last}")
     if checkpoint.epoch + 1 >= old.epochs:
         raise NothingToDo(f"{run} has finished its {old.epochs} epochs; --resume with a larger --epochs goes on")
+    if "epochs" in typed:
+        save_options(old, run / "opt.yaml")  # so that a further --resume knows the new end
     old.cfg, old.weights, old.resume, old.save_dir = "", str(last), True, str(run)
     old.data = str(check_file(old.data))
     old.hyp = old.hyp if Path(old.hyp).is_file() else str(run / "hyp.yaml")
