@@ -119,5 +119,10 @@ def test_read_text_of_odd_bytes(tmp_path):
     assert files.printable(files.read_text(file)) == "caf\\udce9.jpg"
 
 
+def test_printable_is_one_line_of_visible_characters():
+    assert files.printable(Path("ü 日/a'\\b")) == "ü 日/a'\\b"
+    assert files.printable("a\nb\x1b[31m\u00a0c\u2028") == "a\\nb\\x1b[31m\\xa0c\\u2028"
+
+
 def test_split_lines_ends_lines_only_where_lines_end():
     assert files.split_lines("a\rb\r\nc\n\nd\x0be\u2028f") == ["a", "b", "c", "", "d\x0be\u2028f"]

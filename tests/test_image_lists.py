@@ -38,6 +38,13 @@ def test_folders_are_searched_and_sorted_by_code_points(tmp_path, monkeypatch):
     assert expand_paths("./set [1] */") == expand_paths(Path("set [1] *"))
 
 
+def test_pictures_of_other_formats_are_named(tmp_path):
+    touch(tmp_path, "a.jpg", "b.GIF", ".c.gif", "d.zip")
+    paths, notes = find_images(tmp_path)
+    assert paths == [str(tmp_path / "a.jpg")]
+    assert [(note.effect, note.place) for note in notes] == [("file ignored", str(tmp_path / "b.GIF"))]
+
+
 def test_list_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     touch(tmp_path, *(f"ds/images/{n}.jpg" for n in "01234567"), "ds/#7.jpg", "ds/images/a.txt", "here/8.jpg")
@@ -80,6 +87,9 @@ def test_paths_that_lead_nowhere(tmp_path):
         expand_paths(str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match="no images in .*suffixes: bmp"):
         expand_paths(tmp_path)
+    touch(tmp_path / "one", "a.jpg")
+    with pytest.raises(ValueError, match="a.jpg is one image; a folder of images or a list"):
+        expand_paths(tmp_path / "one/a.jpg")
     (tmp_path / "list.txt").write_text("gone.jpg")
     with pytest.raises(ValueError, match=r"no images in .*list.txt:1 gone.jpg: no such file"):
         expand_paths(tmp_path / "list.txt")

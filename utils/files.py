@@ -146,5 +146,5 @@ def split_lines(text):
 
 
 def printable(path):
-    """`path` as text that any terminal or log file accepts; undecodable bytes are shown as \\udcXX."""
-    return str(path).encode("utf-8", "backslashreplace").decode("utf-8")
+    """`path` as one line that any terminal or log file accepts; line ends, odd blanks, undecodable bytes as escapes."""
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in str(path))
