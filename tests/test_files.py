@@ -57,6 +57,16 @@ def test_increment_path_exist_ok_keeps_the_folder(tmp_path):
     assert (first / "file").exists()
 
 
+def test_increment_path_where_no_folder_can_be(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    for path, exist_ok in (("file/exp", False), ("file/exp", True), ("file", True)):
+        with pytest.raises(ValueError, match=r"file.* cannot be made \(.*choose another --project"):
+            files.increment_path(tmp_path / path, exist_ok)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # as for a folder of somebody else
+    with pytest.raises(ValueError, match="exp cannot be written to"):
+        files.increment_path(tmp_path / "exp", exist_ok=True)
+
+
 def test_increment_path_gives_every_run_its_own_folder(tmp_path):
     made, start = [], threading.Barrier(8)
 
