@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,21 @@ def test_pictures_of_other_formats_are_named(tmp_path):
     paths, notes = find_images(tmp_path)
     assert paths == [str(tmp_path / "a.jpg")]
     assert [(note.effect, note.place) for note in notes] == [("file ignored", str(tmp_path / "b.GIF"))]
+
+
+def test_folders_that_cannot_be_read_are_named(tmp_path, monkeypatch):
+    touch(tmp_path, "a.jpg", "locked/b.jpg")
+    scandir = os.scandir
+
+    def refuse(folder):
+        if str(folder).endswith("locked"):
+            raise PermissionError(13, "Permission denied", folder)
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", refuse)  # modes do not stop root
+    paths, notes = find_images(tmp_path)
+    assert paths == [str(tmp_path / "a.jpg")]
+    assert [note[1:] for note in notes] == [("folder cannot be read (Permission denied)", str(tmp_path / "locked"))]
 
 
 def test_list_files(tmp_path, monkeypatch):

@@ -83,9 +83,9 @@ def increment_path(path, exist_ok=False):
             return _make_next_free(path)
         path.mkdir(exist_ok=True)
     except OSError as error:
-        raise ValueError(f"the run folder {path} cannot be made ({error.strerror}); choose another --project") from error
+        raise ValueError(f"run folder {path} cannot be made ({error.strerror}); choose another --project") from error
     if not os.access(path, os.W_OK):
-        raise ValueError(f"the run folder {path} cannot be written to; choose another --project")
+        raise ValueError(f"run folder {path} cannot be written to; choose another --project")
     return path
 
 

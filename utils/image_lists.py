@@ -61,10 +61,15 @@ def _is_image(name, suffixes=IMAGE_SUFFIXES):
 def _images_below(folder):
     """(picture paths, notes) of `folder` and all folders below it.
 
-    Hidden ones are left out, symbolic links to folders are followed. The notes name pictures of other formats.
+    Hidden ones are left out, symbolic links to folders are followed. The notes name pictures of other formats, and
+    folders that cannot be read.
     """
     found, notes = [], []
-    for root, folders, names in os.walk(folder, followlinks=True):
+
+    def note_unreadable(error):
+        notes.append(Note(FILE_IGNORED, f"folder cannot be read ({error.strerror})", printable(error.filename)))
+
+    for root, folders, names in os.walk(folder, onerror=note_unreadable, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".") and not _leads_back(root, name)]
         names = [name for name in names if not name.startswith(".")]
         found += [os.path.join(root, name) for name in names if _is_image(name)]
