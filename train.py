@@ -72,7 +72,7 @@ def train(hyp, opt, data, device, ranks):
     optimizer = optim.build_optimizer(model, hyp["lr0"], hyp["momentum"], decay, opt.adam)
     scheduler = LambdaLR(optimizer, optim.lr_factor(opt.epochs, hyp["lrf"], opt.linear_lr))
     training = Training(model, hyp, opt.total_batch_size, optimizer, scheduler, ModelEMA(model))
-    progress = training.restore(stored, opt.epochs, data.nc)
+    progress = training.restore(stored, opt.epochs, data.nc, opt.resume)
     if progress.epochs != opt.epochs:  # the schedule ends where the run ends
         scheduler.lr_lambdas = [optim.lr_factor(progress.epochs, hyp["lrf"], opt.linear_lr)] * 3
     report, checkpoints = open_records(opt, hyp, data, ranks, progress)

@@ -94,4 +94,5 @@ def test_single_image_of_one_cell_is_dropped_with_one_warning(caplog):
         kept = list(trainable(given))
         assert [id(batch) for batch in kept] == [id(given[i]) for i in (0, 1, 3)]
     assert len(caplog.records) == 1 and "one image of 32 px is skipped" in caplog.text
-    assert list(trainable([])) == []
+    with pytest.raises(ValueError, match="no batch can be trained"):
+        list(trainable(batches((1, 3, 32, 32))))

@@ -268,6 +268,20 @@ def test_last_batch_of_one_is_skipped_where_batchnorm_cannot_take_it(tmp_path, c
     assert caplog.text.count("a batch of one image of 32 px is skipped") == 1
 
 
+def test_an_epoch_without_a_trainable_batch_is_refused(tmp_path, no_pictures):
+    with pytest.raises(ValueError, match="no batch can be trained"):
+        small_run.run(tmp_path, "--img", "32", "--batch-size", "1")
+
+
+def test_resume_with_other_classes_is_refused(tmp_path, no_pictures):
+    folder = small_run.run(tmp_path)
+    (tmp_path / "data.yaml").write_text("train: images/train\nval: images/val\nnames: [red, green, blue]\n")
+    before = results_of(folder)
+    with pytest.raises(ValueError, match="holds another model"):
+        small_run.run_line(["--resume", str(folder / "weights" / "last.pt"), "--epochs", "4", "--device", "cpu"])
+    assert results_of(folder) == before
+
+
 def test_wrong_class_id_stops_before_training(tmp_path):
     small_run.make_data(tmp_path)
     (tmp_path / "labels" / "val" / "00.txt").write_text("2 0.5 0.5 0.2 0.2\n")

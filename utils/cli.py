@@ -8,7 +8,7 @@ from utils.runs import NothingToDo
 
 
 def run(main, opt):
-    """Call main(opt) and leave the process: status 0, or 2 with one sentence when the input was wrong.
+    """Call main(opt) and leave the process: status 0, or 2 with one sentence for wrong input or a file that failed.
 
     Log lines go to the standard output, progress bars to the standard error. Processes other than the main one of a
     distributed run only log warnings. YOLOV7FAST_TRACEBACK=1 shows where an error came from.
@@ -21,10 +21,13 @@ def run(main, opt):
         main(opt)
     except NothingToDo as message:
         logging.getLogger("run").info("%s", message)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         if os.environ.get("YOLOV7FAST_TRACEBACK") == "1":
             raise
         sys.exit(_refuse(error))
+    except KeyboardInterrupt:
+        print("interrupted; train.py --resume goes on after the last complete epoch", file=sys.stderr, flush=True)
+        sys.exit(130)
 
 
 def _refuse(error):

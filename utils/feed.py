@@ -48,18 +48,25 @@ class Trainable:
     """Passes batches on, but drops single images whose deepest feature map is one cell.
 
     BatchNorm cannot take statistics over one value. It happens to the last batch of an epoch; the first time is
-    answered with a warning.
+    answered with a warning. Raises ValueError when a whole epoch consists of such batches.
     """
 
     def __init__(self, stride):
         self.stride, self.warned = stride, False
 
     def __call__(self, batches):
+        num_passed = 0
         for batch in batches:
             if len(batch.images) > 1 or max(batch.images.shape[2:]) > self.stride:
+                num_passed += 1
                 yield batch
             elif not self.warned:
                 self.warned = True
                 logger.warning(
                     "a batch of one image of %d px is skipped each epoch: BatchNorm needs more than one value; choose "
                     "a batch size that divides the set, or larger images", self.stride)  # fmt: skip
+        if not num_passed:
+            raise ValueError(
+                f"no batch can be trained: all are single images of at most {self.stride} px, and BatchNorm needs "
+                "more than one value; give a larger --batch-size or --img-size"
+            )

@@ -60,7 +60,7 @@ def load_hyp(path):
         if key in hyp:
             hyp[key] = _number(hyp[key], key, path)
 
-    missing = [key for key in DEFAULTS if key not in hyp and key != "loss_ota"]
+    missing = [key for key in DEFAULTS if key not in hyp]
     if missing:
         logger.warning("%s lacks %s; used: %s", path, _listing(missing), {key: DEFAULTS[key] for key in missing})
     unknown = [key for key in hyp if key not in DEFAULTS and key not in OPTIONAL]

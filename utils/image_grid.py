@@ -9,6 +9,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from utils.boxes import xywhn2xyxy, xyxy2xywh
+from utils.files import printable
 
 # Okabe and Ito's colours, told apart by colour-blind readers too; boxes of class k take colour k modulo 8
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#999999")
@@ -49,7 +50,7 @@ def plot_images(images, targets, paths=None, fname="images.jpg", names=None, max
         draw = ImageDraw.Draw(cell)
         _draw_boxes(draw, targets[targets[:, 0] == index], names)
         if paths is not None:
-            _draw_text(draw, (0, height), Path(paths[index]).name[:LONGEST_FILE_NAME], BACKGROUND)
+            _draw_text(draw, (0, height), printable(Path(paths[index]).name)[:LONGEST_FILE_NAME], BACKGROUND)
         column, row = divmod(index, rows)
         picture.paste(cell, (GAP + column * (width + GAP), GAP + row * (height + GAP)))
     if fname is not None:

@@ -89,7 +89,7 @@ def test_parser():
     add("--img-size", type=int, default=640, help="pixels")
     add("--conf-thres", type=float, default=0.001, help="smallest confidence that counts")
     add("--iou-thres", type=float, default=0.65, help="IoU above which NMS removes a box")
-    add("--task", default="val", help="train, val, test: the split to score; speed; study (over image sizes)")
+    add("--task", default="val", choices=("train", "val", "test", "speed", "study"), help="split to score, or a series")
     add("--device", default="", help="cpu or 0")
     add("--single-cls", action="store_true", help="treat all classes as one")
     add("--augment", action="store_true", help="test-time augmentation")
@@ -118,7 +118,7 @@ def check_train_options(opt):
     """Raise ValueError for a value that no run could use; extend --img-size to (train, validation)."""
     if not opt.cfg and not opt.weights:
         raise ValueError("give --cfg (a model yaml) or --weights (a checkpoint): there is nothing to train")
-    lower_bounds = {"epochs": 1, "batch_size": 1, "workers": 0, "test_batch_size": 1}
+    lower_bounds = {"epochs": 1, "batch_size": 1, "workers": 0, "test_batch_size": 1, "evolve": 0}
     for name, low in lower_bounds.items():
         value = getattr(opt, name)
         if value is not None and value < low:

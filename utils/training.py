@@ -43,17 +43,23 @@ class Training:
         self.scaler = torch.amp.GradScaler(self.device_type, enabled=self.device_type == "cuda")
         self.accumulate = optim.accumulation_steps(total_batch)  # batches for one optimiser step
 
-    def restore(self, stored, epochs, nc):
+    def restore(self, stored, epochs, nc, resume=False):
         """Take over the training state of a Checkpoint, if it has one that fits; returns the Progress of the run.
 
         stock behaviour: a checkpoint that is not stripped continues its epochs also when given as --weights; when it
         has had more than were asked for, its epoch number is added to them.
-        Raises ValueError when no epoch is left, or when the state belongs to another optimiser.
+        Raises ValueError when no epoch is left, when the state belongs to another optimiser, or, with `resume`, to
+        another model.
         """
         progress = Progress(epochs, maps=np.zeros(nc))
         if stored is None or stored.optimizer is None or stored.epoch is None:
             return progress
         if not same_layout(self.model, (stored.model or stored.ema).state):
+            if resume:
+                raise ValueError(
+                    f"{stored.path} holds another model than these options and this data set describe (for instance "
+                    "another number of classes); start a new run with --weights"
+                )
             return progress
         self._restore_optimizer(stored)
         if stored.scaler:
