@@ -26,16 +26,20 @@ def smooth_labels(eps):
     return 1 - eps / 2, eps / 2
 
 
-def binary_loss(logits, labels, positive_weight=1.0, focal_gamma=0.0):
-    """Mean binary cross-entropy of `logits` and `labels`; gamma above 0 makes it the focal loss (arXiv 1708.02002)."""
+def binary_loss(logits, labels, positive_weight=1.0, focal_gamma=0.0, reduction="mean"):
+    """Mean binary cross-entropy of `logits` and `labels`; gamma above 0 makes it the focal loss (arXiv 1708.02002).
+
+    With the reduction "none" one value for each logit.
+    """
     weight = torch.full((1,), positive_weight, dtype=torch.float32, device=logits.device)
     if focal_gamma <= 0:
-        return F.binary_cross_entropy_with_logits(logits, labels, pos_weight=weight)
+        return F.binary_cross_entropy_with_logits(logits, labels, pos_weight=weight, reduction=reduction)
     element = F.binary_cross_entropy_with_logits(logits, labels, pos_weight=weight, reduction="none")
     score = logits.sigmoid()
     hit = labels * score + (1 - labels) * (1 - score)
     alpha = labels * FOCAL_ALPHA + (1 - labels) * (1 - FOCAL_ALPHA)
-    return (element * alpha * (1 - hit) ** focal_gamma).mean()
+    element = element * alpha * (1 - hit) ** focal_gamma
+    return element.mean() if reduction == "mean" else element
 
 
 def objectness_target(score, cells, like):
@@ -123,7 +127,9 @@ class ComputeLoss:
         """The mean box, objectness and class loss of one layer, before gains; 0 where there is nothing to average."""
         cells, target = matches.cells(layer), targets[matches.target[layer]]
         rows = prediction[cells]  # [n x 5+nc]
-        overlap = self.overlap(rows, cells, target, matches.anchor_size[layer], prediction.shape)
+        corner = torch.stack((cells[3], cells[2]), 1)
+        grid_size = target.new_tensor((prediction.shape[3], prediction.shape[2]))
+        overlap = self.overlap(rows, corner, target[:, 2:6], matches.anchor_size[layer], grid_size)
 
         score = (1 - self.gr) + self.gr * overlap.detach().clamp(min=0)
         wanted = objectness_target(score, cells, prediction[..., 4])
@@ -133,28 +139,26 @@ class ComputeLoss:
         class_term = self.class_term(rows[:, 5:], target[:, 1].long()) if self.head.nc > 1 else 0.0
         return (1 - overlap).mean(), object_term, class_term
 
-    def overlap(self, rows, cells, target, anchor_size, shape):
-        """CIoU [n] of the boxes that `rows` [n x 5+nc] predict with those of `target` [n x 6].
+    def overlap(self, rows, corner, true_box, anchor_size, grid_size):
+        """CIoU [n] of the boxes that `rows` [n x 5+nc] predict with `true_box` [n x 4, xywh normalised].
 
-        Both are in cells, counted from the corner of the matched cell.
+        Both are in cells, counted from `corner` [n x 2: x, y] of the matched cell; `grid_size` is (nx, ny), [2] or
+        [n x 2].
         """
-        _, _, ny, nx, _ = shape
-        _, _, cell_y, cell_x = cells
         centre = rows[:, :2].sigmoid() * 2 - 0.5
         size = (rows[:, 2:4].sigmoid() * 2) ** 2 * anchor_size
-        true_box = target[:, 2:6] * target.new_tensor((nx, ny, nx, ny))
-        true_centre = true_box[:, :2] - torch.stack((cell_x, cell_y), 1)
-        return complete_iou(torch.cat((centre, size), 1), torch.cat((true_centre, true_box[:, 2:]), 1))
+        true_centre = true_box[:, :2] * grid_size - corner
+        return complete_iou(torch.cat((centre, size), 1), torch.cat((true_centre, true_box[:, 2:] * grid_size), 1))
 
-    def class_term(self, logits, classes):
+    def class_term(self, logits, classes, reduction="mean"):
         """Loss of class `logits` [n x nc] where `classes` [n] are true."""
         positive, negative = smooth_labels(self.hyp.get("label_smoothing", 0.0))
         wanted = torch.full_like(logits, negative).scatter_(1, classes[:, None], positive)
-        return self.binary_loss(logits, wanted, "cls_pw")
+        return self.binary_loss(logits, wanted, "cls_pw", reduction)
 
-    def binary_loss(self, logits, labels, positive_weight):
+    def binary_loss(self, logits, labels, positive_weight, reduction="mean"):
         """`binary_loss` with the hyper-parameters of the training; `positive_weight` is the name of one."""
-        return binary_loss(logits, labels, self.hyp[positive_weight], self.hyp["fl_gamma"])
+        return binary_loss(logits, labels, self.hyp[positive_weight], self.hyp["fl_gamma"], reduction)
 
 
 class ComputeLossOTA(ComputeLoss):
