@@ -66,6 +66,8 @@ def owners(rows, plan, num_ious=10):
     if rows.device.type == "cpu":
         return _owners_by_image(cells, layout, plan.blocks, num_ious)
     if plan.sizes.pairs > FLAT_PAIRS:
+        if torch.cuda.is_current_stream_capturing():
+            raise ValueError(f"{plan.sizes} are too many pairs for a CUDA graph (at most {FLAT_PAIRS}): run it without")
         _tell_once(plan.sizes.pairs)
         return _owners_by_image(cells, layout, plan.blocks, num_ious)
     return _owners_flat(cells, layout, plan.sizes, num_ious)

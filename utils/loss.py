@@ -8,11 +8,18 @@ Each is called as `(predictions, targets, images)` and returns (loss [1], items 
 loss is multiplied by the batch size, the items are not and carry no gradient.
 """
 
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
 from utils import assign
 from utils.boxes import complete_iou
+
+logger = logging.getLogger(__name__)
 
 # Weight of each layer's objectness, finest layer first: it has the most cells and the smallest share of objects.
 OBJECTNESS_BALANCE = {3: (4.0, 1.0, 0.4)}
@@ -190,15 +197,46 @@ class ComputeLossAuxOTA(ComputeLossOTA):
         return self.total([(lead, fine, 1.0), (auxiliary, coarse, AUXILIARY_WEIGHT)], targets)
 
 
-def build_losses(model, assign=assign.ota):
-    """(training loss, validation loss) for `model`: by its head, then by the hyper-parameter loss_ota (1 if missing).
+class LossClasses(NamedTuple):
+    """One implementation of the three losses; each is made from a model."""
 
-    A head with auxiliary outputs trains with OTA whatever loss_ota says. stock behaviour: validation reports the plain
-    loss, also in OTA training. `assign` is the matcher of the OTA losses.
+    plain: Callable
+    ota: Callable
+    auxiliary: Callable
+
+
+def reference(assign=assign.ota):
+    """The losses of this file with the matcher `assign`."""
+    return LossClasses(ComputeLoss, partial(ComputeLossOTA, assign=assign), partial(ComputeLossAuxOTA, assign=assign))
+
+
+def build_losses(model, assign=assign.ota, classes=None, use_ota=None):
+    """(training loss, validation loss) for `model`.
+
+    A head with auxiliary outputs trains with OTA whatever is asked; for another one `use_ota` decides, and if that is
+    None the hyper-parameter loss_ota (1 if missing). stock behaviour: validation reports the plain loss, also in OTA
+    training. `assign` is the matcher of the OTA losses, unless other LossClasses are given; validation is always the
+    reference.
     """
-    plain = ComputeLoss(model)
-    if hasattr(plain.head, "m2"):
-        return ComputeLossAuxOTA(model, assign=assign), plain
-    if plain.hyp.get("loss_ota", 1) == 1:
-        return ComputeLossOTA(model, assign=assign), plain
-    return plain, plain
+    classes = classes or reference(assign)
+    validation = ComputeLoss(model)
+    if hasattr(validation.head, "m2"):
+        return classes.auxiliary(model), validation
+    if use_ota is None:
+        use_ota = validation.hyp.get("loss_ota", 1) == 1
+    return (classes.ota if use_ota else classes.plain)(model), validation
+
+
+def losses_by_epoch(model, epochs, classes=None, ota_last=None):
+    """(function of the epoch that names its training loss, validation loss) for a run of `epochs`.
+
+    With `ota_last` the last so many epochs train with OTA and those before with the plain loss, whatever loss_ota says.
+    """
+    if ota_last is None:
+        training, validation = build_losses(model, classes=classes)
+        return (lambda epoch: training), validation
+    before, validation = build_losses(model, classes=classes, use_ota=False)
+    last, _ = build_losses(model, classes=classes, use_ota=True)
+    if type(before) is type(last):
+        logger.warning("--ota-last has no effect: a head with auxiliary outputs trains with OTA in all epochs")
+    return (lambda epoch: last if epoch >= epochs - ota_last else before), validation

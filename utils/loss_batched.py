@@ -20,7 +20,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from utils import assign_batched
-from utils.loss import AUXILIARY_WEIGHT, ComputeLoss
+from utils.loss import AUXILIARY_WEIGHT, ComputeLoss, LossClasses
 from utils.loss_plan import prepare
 
 
@@ -137,6 +137,9 @@ class BatchedLossAuxOTA(BatchedLossOTA):
 
     REACHES = (0.5, 1.0)
     NUM_IOUS = 20
+
+
+CLASSES = LossClasses(BatchedLoss, BatchedLossOTA, BatchedLossAuxOTA)
 
 
 def _share_of_layer(matched, layer, num_layers):

@@ -88,7 +88,7 @@ def _round_up(count):
     return max(-(-count // step), 1) * step
 
 
-@dataclass(frozen=True)
+@dataclass
 class Plan:
     """Everything that a loss knows about a batch before its predictions; made by `prepare`."""
 
@@ -103,18 +103,16 @@ class Plan:
         """The same with its buffers on `device`; to a GPU they travel without waiting."""
         if device.type == "cpu":
             return self
-        ints, floats = (
-            buffer.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else buffer.to(device)
-            for buffer in (self.ints, self.floats)
-        )
+        ints, floats = (_ready_for(device, buffer).to(device, non_blocking=True) for buffer in (self.ints, self.floats))
         return Plan(self.sizes, self.shapes, ints, floats, self.blocks, self.target_rows)
 
     def copy_(self, other):
-        """Take over the values of a Plan of equal sizes and shapes; blocks and target_rows stay those of this one."""
+        """Take over the values of a Plan of equal sizes and shapes, without waiting."""
         if (self.sizes, self.shapes) != (other.sizes, other.shapes):
             raise ValueError(f"a plan for {self.sizes} and {self.shapes} cannot hold one for {other.sizes}")
-        self.ints.copy_(other.ints, non_blocking=True)
-        self.floats.copy_(other.floats, non_blocking=True)
+        self.ints.copy_(_ready_for(self.ints.device, other.ints), non_blocking=True)
+        self.floats.copy_(_ready_for(self.floats.device, other.floats), non_blocking=True)
+        self.blocks, self.target_rows = other.blocks, other.target_rows
         return self
 
     def layout(self):
@@ -124,6 +122,11 @@ class Plan:
         widths = (targets, 4), (targets, 4), (cells, 2), (cells, 2), (cells, 2), (cells, 1)
         floats = self.floats.split([rows * columns for rows, columns in widths])
         return Layout(*ints, *(part.view(shape) for part, shape in zip(floats, widths, strict=True)))
+
+
+def _ready_for(device, buffer):
+    """`buffer` where a GPU may read it while the host goes on."""
+    return buffer.pin_memory() if device.type == "cuda" and buffer.device.type == "cpu" else buffer
 
 
 @torch.no_grad()
