@@ -9,10 +9,13 @@ Padding is harmless by position: the last target row is nobody's, the last candi
 repeats the first one.
 """
 
+import math
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from utils import assign
@@ -37,10 +40,27 @@ class Layout(NamedTuple):
     proposer: torch.Tensor  # [m] the target that made it a candidate, -1 for padding
     target_box: torch.Tensor  # [t x 4: x, y, w, h normalised]
     target_xyxy: torch.Tensor  # [t x 4] in pixels of the network input
-    corner: torch.Tensor  # [u x 2: x, y] of the cell, in cells
-    anchor_size: torch.Tensor  # [u x 2: width, height] in cells
-    grid_size: torch.Tensor  # [u x 2: nx, ny]
-    stride: torch.Tensor  # [u x 1] pixels per cell
+    geometry: torch.Tensor  # [u x 7] of the cells, see the properties
+
+    @property
+    def corner(self):
+        """[u x 2: x, y] of the cells, in cells."""
+        return self.geometry[:, 0:2]
+
+    @property
+    def anchor_size(self):
+        """[u x 2: width, height] in cells."""
+        return self.geometry[:, 2:4]
+
+    @property
+    def grid_size(self):
+        """[u x 2: nx, ny]."""
+        return self.geometry[:, 4:6]
+
+    @property
+    def stride(self):
+        """[u x 1] pixels per cell."""
+        return self.geometry[:, 6:7]
 
 
 class Block(NamedTuple):
@@ -119,9 +139,8 @@ class Plan:
         """The parts, as views of the two buffers."""
         targets, cells, candidates = self.sizes.targets, sum(self.sizes.cells), self.sizes.candidates
         ints = self.ints.split([targets] * 4 + [cells] * 2 + [candidates] * 3)
-        widths = (targets, 4), (targets, 4), (cells, 2), (cells, 2), (cells, 2), (cells, 1)
-        floats = self.floats.split([rows * columns for rows, columns in widths])
-        return Layout(*ints, *(part.view(shape) for part, shape in zip(floats, widths, strict=True)))
+        boxes, corners, geometry = self.floats.split([targets * 4, targets * 4, cells * 7])
+        return Layout(*ints, boxes.view(-1, 4), corners.view(-1, 4), geometry.view(-1, 7))
 
 
 def _ready_for(device, buffer):
@@ -143,31 +162,49 @@ def prepare(
     padded      round the sizes up, to at least the Sizes `at_least` if given
     """
     shapes = tuple(map(tuple, shapes))
-    order = targets[:, 0].argsort(stable=True)
+    order = _stable_order(targets[:, 0].long())
     targets = targets[order]
     grids = [torch.empty(shape, device="meta") for shape in shapes]
     candidates = assign.plain(grids, targets, anchors, anchor_threshold=anchor_threshold, reach=reach)
 
-    layers = [_distinct_cells(candidates, layer, shape) for layer, shape in enumerate(shapes)]
-    cells, cell_of_candidate = zip(*layers, strict=True)
+    distinct = [_distinct_cells(candidates, layer, shape) for layer, shape in enumerate(shapes)]
     image = torch.cat(candidates.image)
-    by_image = image.argsort(stable=True)
     in_image = torch.bincount(image, minlength=shapes[0][0])  # [batch] candidates
     targets_in_image = torch.bincount(targets[:, 0].long(), minlength=shapes[0][0])
-    used = Sizes(len(targets), tuple(map(len, cells)), len(image), int((in_image * targets_in_image).sum()))
+    used = Sizes(
+        len(targets), tuple(len(cells) for cells, _ in distinct), len(image), int((in_image * targets_in_image).sum())
+    )
     sizes = used.rounded(at_least) if padded else used
 
-    ints = [
-        *_target_parts(targets, in_image, used, sizes),
-        *_cell_parts(cells, shapes, sizes),
-        *_candidate_parts(candidates, cell_of_candidate, by_image, sizes),
-    ]
-    floats = [
-        *_box_parts(targets, image_size, sizes),
-        *_geometry_parts(cells, shapes, anchors, torch.as_tensor(strides).tolist(), sizes),
-    ]
-    blocks = _blocks(targets_in_image.tolist(), in_image.tolist())
-    return Plan(sizes, shapes, torch.cat(ints), torch.cat([part.reshape(-1) for part in floats]), blocks, order)
+    plan = _empty_plan(sizes, shapes, _blocks(targets_in_image.tolist(), in_image.tolist()), order)
+    layout = plan.layout()
+    _write_targets(layout, targets, in_image, image_size)
+    if padded:
+        layout.num_pairs[-1] = sizes.pairs - used.pairs
+    table = _geometry(shapes, anchors, torch.as_tensor(strides).tolist())
+    cell_of_candidate = _write_cells(layout, distinct, shapes, sizes, table)
+    by_image = _stable_order(image)
+    layout.cell_of_candidate[: len(image)] = cell_of_candidate[by_image]
+    numbers = [torch.full_like(target, layer) for layer, target in enumerate(candidates.target)]
+    layout.layer_of_candidate[: len(image)] = torch.cat(numbers)[by_image]
+    layout.proposer[: len(image)] = torch.cat(candidates.target)[by_image]
+    layout.proposer[len(image) :] = -1
+    return plan
+
+
+def _empty_plan(sizes, shapes, blocks, target_rows):
+    """A Plan full of zeros."""
+    targets, cells = sizes.targets, sum(sizes.cells)
+    ints = torch.zeros(4 * targets + 2 * cells + 3 * sizes.candidates, dtype=torch.long)
+    return Plan(sizes, shapes, ints, torch.zeros(8 * targets + 7 * cells), blocks, target_rows)
+
+
+def _stable_order(numbers):
+    """The rows that sort `numbers` [n], int64 and small; NumPy sorts 16-bit numbers by their digits, in linear time."""
+    keys = numbers.numpy()
+    if len(keys) and keys.max() < 1 << 15:
+        keys = keys.astype(np.int16)
+    return torch.from_numpy(keys.argsort(kind="stable"))
 
 
 def _distinct_cells(candidates, layer, shape):
@@ -177,67 +214,49 @@ def _distinct_cells(candidates, layer, shape):
     return (((image * num_anchors + anchor) * ny + y) * nx + x).unique(return_inverse=True)
 
 
-def _padded(values, size, fill=0):
-    """`values` [n x ...] with rows of `fill` up to `size` rows."""
-    if len(values) == size:
-        return values
-    return torch.cat((values, values.new_full((size - len(values), *values.shape[1:]), fill)))
-
-
-def _target_parts(targets, in_image, used, sizes):
-    """The four integer parts of length t."""
-    image = targets[:, 0].long()
-    num_candidates = _padded(in_image[image], sizes.targets)
-    num_pairs = num_candidates.clone()
-    first = _padded((in_image.cumsum(0) - in_image)[image], sizes.targets, fill=max(sizes.candidates - 1, 0))
-    if sizes.targets > used.targets:
-        num_pairs[-1] = sizes.pairs - used.pairs
-    return _padded(targets[:, 1].long(), sizes.targets), first, num_candidates, num_pairs
-
-
-def _cell_parts(cells, shapes, sizes):
-    """Index and position of the cells, padded layer by layer."""
-    starts = accumulate((_num_cells(shape) for shape in shapes), initial=0)
-    padded = [_padded(index, size) for index, size in zip(cells, sizes.cells, strict=True)]
-    return torch.cat(padded), torch.cat([index + start for index, start in zip(padded, starts, strict=False)])
-
-
-def _num_cells(shape):
-    batch, num_anchors, ny, nx, _ = shape
-    return batch * num_anchors * ny * nx
-
-
-def _candidate_parts(candidates, cell_of_candidate, by_image, sizes):
-    """The three integer parts of length m."""
-    starts = accumulate(sizes.cells, initial=0)
-    cell = torch.cat([inverse + start for inverse, start in zip(cell_of_candidate, starts, strict=False)])
-    layer = torch.cat([torch.full_like(target, number) for number, target in enumerate(candidates.target)])
-    proposer = torch.cat(candidates.target)
-    return (
-        _padded(cell[by_image], sizes.candidates),
-        _padded(layer[by_image], sizes.candidates),
-        _padded(proposer[by_image], sizes.candidates, fill=-1),
-    )
-
-
-def _box_parts(targets, image_size, sizes):
+def _write_targets(layout, targets, in_image, image_size):
+    """What concerns the `targets` [N x 6], sorted by image; a padded one starts at the last candidate and has none."""
+    count, image = len(targets), targets[:, 0].long()
+    layout.target_class[:count] = targets[:, 1]
+    layout.first_candidate[:count] = (in_image.cumsum(0) - in_image)[image]
+    layout.first_candidate[count:] = max(len(layout.proposer) - 1, 0)
+    layout.num_candidates[:count] = in_image[image]
+    layout.num_pairs[:count] = in_image[image]
     height, width = image_size or (1, 1)
     boxes = targets[:, 2:6]
-    corners = xywh2xyxy(boxes * boxes.new_tensor((width, height, width, height)))
-    return _padded(boxes, sizes.targets), _padded(corners, sizes.targets)
+    layout.target_box[:count] = boxes
+    layout.target_xyxy[:count] = xywh2xyxy(boxes * boxes.new_tensor((width, height, width, height)))
 
 
-def _geometry_parts(cells, shapes, anchors, strides, sizes):
-    """Corner, anchor size, grid size and stride of the cells, padded layer by layer."""
-    parts = []
-    for index, shape, layer_anchors, stride, size in zip(cells, shapes, anchors, strides, sizes.cells, strict=True):
-        _, num_anchors, ny, nx, _ = shape
-        index = _padded(index, size)
-        corner = torch.stack((index % nx, index // nx % ny), 1).float()
-        anchor_size = layer_anchors[index // (ny * nx) % num_anchors]
-        constants = corner.new_tensor((nx, ny, stride)).expand(size, 3)
-        parts.append((corner, anchor_size, constants[:, :2], constants[:, 2:]))
-    return [torch.cat(part) for part in zip(*parts, strict=True)]
+def _write_cells(layout, distinct, shapes, sizes, table):
+    """What concerns the distinct cells, layer by layer; returns which of them each candidate is [m], in layer order."""
+    places, start, kind_start, position_start = [], 0, 0, 0
+    for (cells, inverse), shape, size in zip(distinct, shapes, sizes.cells, strict=True):
+        here, per_image = slice(start, start + len(cells)), math.prod(shape[1:4])
+        layout.cell_index[here] = cells
+        layout.cell_position[here] = cells + position_start
+        layout.geometry[here] = table.index_select(0, cells % per_image + kind_start)
+        places.append(inverse + start)
+        start, kind_start, position_start = start + size, kind_start + per_image, position_start + shape[0] * per_image
+    return torch.cat(places)
+
+
+def _geometry(shapes, anchors, strides):
+    """The rows of Layout.geometry for every anchor and cell of one image, layer after layer."""
+    key = tuple(shape[1:4] for shape in shapes), tuple(anchors.flatten().tolist()), tuple(strides)
+    return _geometry_table(*key)
+
+
+@lru_cache(maxsize=32)
+def _geometry_table(grids, anchor_sides, strides):
+    tables, anchors = [], torch.tensor(anchor_sides).view(len(grids), -1, 2)
+    for (num_anchors, ny, nx), layer_anchors, stride in zip(grids, anchors, strides, strict=True):
+        table = torch.empty(num_anchors, ny, nx, 7)
+        table[..., 0], table[..., 1] = torch.arange(nx), torch.arange(ny)[:, None]
+        table[..., 2:4] = layer_anchors[:, None, None]
+        table[..., 4], table[..., 5], table[..., 6] = nx, ny, stride
+        tables.append(table.view(-1, 7))
+    return torch.cat(tables)
 
 
 def _blocks(targets_in_image, in_image):
