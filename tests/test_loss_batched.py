@@ -24,7 +24,7 @@ def with_gradients(loss_class, case, targets=None):
 
 
 def with_padding(loss_class, case):
-    """The same through `prepare` and `compute`: every candidate in every sum."""
+    """The same with fixed shapes: all pairs in one list, every candidate in every sum."""
     compute_loss = loss_class(case.model)
     shapes = [prediction.shape for prediction in case.predictions[: case.num_layers]]
     plans = compute_loss.prepare(case.targets, shapes, case.size)
@@ -162,6 +162,12 @@ def test_a_plan_of_other_sizes_is_refused():
     (padded,), (exact,) = (compute_loss.prepare(case.targets, shapes, padded=choice) for choice in (True, False))
     with pytest.raises(ValueError, match="cannot hold"):
         padded.copy_(exact)
+
+
+def test_ota_without_images_is_refused():
+    case = random_case(0, "ordinary")
+    with pytest.raises(ValueError, match="hand it the images"):
+        BatchedLossOTA(case.model)(case.predictions, case.targets)
 
 
 def test_anchors_may_change_in_place():

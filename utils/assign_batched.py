@@ -59,14 +59,14 @@ def owners(rows, plan, num_ious=10):
     num_ious  how many of the best overlaps vote on the number of candidates of a target
     """
     layout = plan.layout()
-    if plan.sizes.candidates == 0 or not plan.blocks and rows.device.type == "cpu":
+    if plan.sizes.candidates == 0:
         return torch.full_like(layout.proposer, -1)
     scale = layout.anchor_size, layout.stride
     cells = Cells(*decode(rows.float(), layout.corner, *scale))
-    if rows.device.type == "cpu":
+    if not plan.padded:
         return _owners_by_image(cells, layout, plan.blocks, num_ious)
     if plan.sizes.pairs > FLAT_PAIRS:
-        if torch.cuda.is_current_stream_capturing():
+        if rows.is_cuda and torch.cuda.is_current_stream_capturing():
             raise ValueError(f"{plan.sizes} are too many pairs for a CUDA graph (at most {FLAT_PAIRS}): run it without")
         _tell_once(plan.sizes.pairs)
         return _owners_by_image(cells, layout, plan.blocks, num_ious)

@@ -25,7 +25,10 @@ from utils.loss_plan import prepare
 
 
 class BatchedLoss(ComputeLoss):
-    """The plain loss: every candidate learns the target that made it one. See ComputeLoss for `model`."""
+    """The plain loss: every candidate learns the target that made it one. See ComputeLoss for `model`.
+
+    There is no autobalance, which reads the losses of the layers on the host.
+    """
 
     REACHES = (0.5,)  # of the candidates: those of the lead heads, then those of the auxiliary heads
     NUM_IOUS = None  # votes of OTA; without it every candidate is a match
@@ -48,6 +51,8 @@ class BatchedLoss(ComputeLoss):
         `shapes` of the lead predictions; `image_size` (height, width) in pixels, for OTA; `at_least` the Sizes of each
         plan that one wants to replace.
         """
+        if image_size is None and self.NUM_IOUS is not None:
+            raise ValueError("OTA compares boxes in pixels: hand it the images, or their (height, width)")
         strides = getattr(self.head, "stride", [1] * len(shapes))
         at_least = at_least or [None] * len(self.REACHES)
         return [
@@ -96,7 +101,7 @@ class BatchedLoss(ComputeLoss):
         """
         layout = plan.layout()
         candidate = slice(None)
-        if rows.device.type == "cpu":  # where a count costs no waiting, only matches are computed
+        if not plan.padded:  # nobody asks for fixed shapes, so only matches are computed
             candidate = (owner >= 0).nonzero()[:, 0]
         owner, cell = owner[candidate], layout.cell_of_candidate[candidate]
         matched, target = owner >= 0, owner.clamp(min=0)

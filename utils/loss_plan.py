@@ -118,17 +118,18 @@ class Plan:
     floats: torch.Tensor
     blocks: tuple  # Block of every image that has candidates
     target_rows: torch.Tensor  # [targets] on the host: the rows of the caller's targets, sorted by image
+    padded: bool  # to fixed shapes, which those who compute with it then keep
 
     def to(self, device):
         """The same with its buffers on `device`; to a GPU they travel without waiting."""
         if device.type == "cpu":
             return self
         ints, floats = (_ready_for(device, buffer).to(device, non_blocking=True) for buffer in (self.ints, self.floats))
-        return Plan(self.sizes, self.shapes, ints, floats, self.blocks, self.target_rows)
+        return Plan(self.sizes, self.shapes, ints, floats, self.blocks, self.target_rows, self.padded)
 
     def copy_(self, other):
         """Take over the values of a Plan of equal sizes and shapes, without waiting."""
-        if (self.sizes, self.shapes) != (other.sizes, other.shapes):
+        if (self.sizes, self.shapes, self.padded) != (other.sizes, other.shapes, other.padded):
             raise ValueError(f"a plan for {self.sizes} and {self.shapes} cannot hold one for {other.sizes}")
         self.ints.copy_(_ready_for(self.ints.device, other.ints), non_blocking=True)
         self.floats.copy_(_ready_for(self.floats.device, other.floats), non_blocking=True)
@@ -176,7 +177,7 @@ def prepare(
     )
     sizes = used.rounded(at_least) if padded else used
 
-    plan = _empty_plan(sizes, shapes, _blocks(targets_in_image.tolist(), in_image.tolist()), order)
+    plan = _empty_plan(sizes, shapes, _blocks(targets_in_image.tolist(), in_image.tolist()), order, padded)
     layout = plan.layout()
     _write_targets(layout, targets, in_image, image_size)
     if padded:
@@ -192,11 +193,11 @@ def prepare(
     return plan
 
 
-def _empty_plan(sizes, shapes, blocks, target_rows):
+def _empty_plan(sizes, shapes, blocks, target_rows, padded):
     """A Plan full of zeros."""
     targets, cells = sizes.targets, sum(sizes.cells)
     ints = torch.zeros(4 * targets + 2 * cells + 3 * sizes.candidates, dtype=torch.long)
-    return Plan(sizes, shapes, ints, torch.zeros(8 * targets + 7 * cells), blocks, target_rows)
+    return Plan(sizes, shapes, ints, torch.zeros(8 * targets + 7 * cells), blocks, target_rows, padded)
 
 
 def _stable_order(numbers):
