@@ -155,6 +155,17 @@ def test_plans_of_similar_batches_have_equal_sizes_and_replace_each_other():
     torch.testing.assert_close(compute_loss.compute(second.predictions, [static.copy_(grown)])[1], expected)
 
 
+def test_compiles_without_a_break():
+    case = random_case(0, "ordinary")
+    compute_loss = BatchedLossOTA(case.model)
+    shapes = [prediction.shape for prediction in case.predictions]
+    plans = compute_loss.prepare(case.targets, shapes, case.size)
+    compiled = torch.compile(compute_loss.compute, backend="aot_eager", fullgraph=True)
+    loss, items = compiled(case.predictions, plans)
+    gradients = torch.autograd.grad(loss, case.predictions)
+    assert_equal((loss, items, *gradients), with_gradients(ComputeLossOTA, case))
+
+
 def test_a_plan_of_other_sizes_is_refused():
     case = random_case(0, "ordinary")
     compute_loss = BatchedLoss(case.model)
