@@ -221,10 +221,10 @@ def test_reasons(tmp_path, data, reason):
     file.write_bytes(data)
     with pytest.raises(ValueError, match=reason):
         images.verify_image(file)
-    with pytest.raises(ValueError, match="a.jpg: "):
-        images.read_image(file)
-    with pytest.raises(ValueError, match="a.jpg: "):
-        images.image_size(file)
+    for read in (images.read_image, images.image_size):
+        with pytest.raises(ValueError, match="a.jpg: ") as error:
+            read(file)
+        assert " object at " not in str(error.value)
 
 
 def test_content_decides_not_the_suffix(tmp_path):

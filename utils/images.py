@@ -73,7 +73,12 @@ def image_size(path):
             with Image.open(file) as image:
                 return _upright(*image.size, _orientation(image, file))
     except Exception as error:  # Pillow answers broken files with nearly every exception class there is
-        raise ValueError(f"{printable(path)}: not a readable image ({error})") from error
+        raise ValueError(f"{printable(path)}: not a readable image{_detail(error)}") from error
+
+
+def _detail(error):
+    """What Pillow says, except where that is only the name of a Python object."""
+    return "" if isinstance(error, Image.UnidentifiedImageError) else f" ({error})"
 
 
 def verify_image(path):
@@ -243,7 +248,7 @@ def _read_with_pillow(path, data):
                 return _three_channels(to_8bit(np.asarray(image)))
             return np.asarray(image.convert("RGB"))[..., ::-1]
     except Exception as error:  # see image_size
-        raise ValueError(f"{printable(path)}: not a readable image ({error})") from error
+        raise ValueError(f"{printable(path)}: not a readable image{_detail(error)}") from error
 
 
 def to_8bit(samples):
