@@ -26,7 +26,6 @@ from utils.evolve import evolve
 from utils.feed import Trainable, multi_scaled
 from utils.hyp import load_hyp, save_hyp, scale_hyp
 from utils.labels import check_class_ids, check_has_boxes
-from utils.loss import build_losses
 from utils.metrics import fitness
 from utils.options import round_up, save_options, train_parser
 from utils.report import open_report
@@ -93,15 +92,16 @@ def train(hyp, opt, data, device, ranks):
     num_warmup = optim.warmup_iterations(hyp["warmup_epochs"], num_batches, hyp.get("warmup_min_iters", 1000))
     if "warmup_min_iters" not in hyp:  # who sets it, knows
         optim.warn_if_warmup_outlasts(num_warmup, hyp["warmup_epochs"], progress.epochs, num_batches)
-    training_loss, validation_loss = build_losses(model)
+    loss_of_epoch, validation_loss = paths.losses(model, progress.epochs)
     loss_factor = ranks.world_size * (4 if opt.quad else 1)
     called = dist.data_parallel(model, device, ranks, opt.device, opt.sync_bn)
-    training.start(called, training_loss, loss_factor, progress.start_epoch, num_warmup)
+    training.start(called, loss_of_epoch(progress.start_epoch), loss_factor, progress.start_epoch, num_warmup)
     validate = partial(validate_ema, training.ema, loaders.val, data, validation_loss, opt, device)
 
     started = time.time()
     trainable = Trainable(int(model.stride.max()))
     for epoch in range(progress.start_epoch, progress.epochs):
+        training.compute_loss = loss_of_epoch(epoch)
         choose_images(epoch, opt, loaders, model.class_weights, progress.maps, ranks, device)
         batches = paths.feed(loaders.train, device)
         if opt.multi_scale:

@@ -91,3 +91,50 @@ def matches_of(golden_rows, anchors):
         image, anchor, y, x, target = golden[golden[:, 0] == layer, 1:].unbind(1)
         layers.append((image, anchor, y, x, target, anchors[layer][anchor]))
     return Matches.of_layers(layers)
+
+
+KINDS = ("ordinary", "empty images", "no targets", "duplicates", "zeros", "borders", "saturated", "crowded", "large")
+STRIDES = (8, 16, 32, 64)
+
+
+def random_case(seed, kind, device="cpu", auxiliary=False):
+    """A random batch of `kind`: 3 or 4 layers, 1 to 1000 classes, square or not."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(options):
+        return options[torch.randint(len(options), (), generator=generator)]
+
+    num_layers, num_classes = draw((3, 4)), draw((1, 3, 5, 80)) if kind != "large" else 1000
+    height, width, batch = draw((64, 128)), draw((64, 128)), draw((1, 2, 5))
+    size = torch.tensor([4.0, 3.0]) * torch.tensor(STRIDES[:num_layers])[:, None, None]  # of the anchors, in pixels
+    anchors = (
+        size * torch.tensor([[0.4, 0.5], [0.7, 1.6], [1.0, 0.8]]) / torch.tensor(STRIDES[:num_layers])[:, None, None]
+    )
+    shapes = [(batch, 3, height // stride, width // stride, 5 + num_classes) for stride in STRIDES[:num_layers]]
+    spread = {"zeros": 0.0, "saturated": 40.0}.get(kind, 2.0)
+    predictions = [torch.randn(shape, generator=generator) * spread for shape in shapes * (2 if auxiliary else 1)]
+    model = model_with_head(
+        anchors=anchors.to(device), stride=torch.tensor(STRIDES[:num_layers]).float(), num_classes=num_classes,
+        box=0.05, cls=0.3, cls_pw=draw((1.0, 0.7)), obj_pw=draw((1.0, 1.3)), fl_gamma=draw((0.0, 0.0, 1.5)),
+        label_smoothing=draw((0.0, 0.1)),
+    )  # fmt: skip
+    return Case(
+        {}, model, [prediction.to(device).requires_grad_() for prediction in predictions],
+        random_targets(generator, kind, batch, num_classes, width).to(device),
+        torch.zeros(batch, 3, height, width, device=device),
+    )  # fmt: skip
+
+
+def random_targets(generator, kind, batch, num_classes, width):
+    """Targets [n x 6] for `random_case`, not sorted by image."""
+    count = {"no targets": 0, "crowded": 60}.get(kind, 6) * batch
+    image = torch.randint(batch, (count, 1), generator=generator)
+    if kind == "empty images":
+        image = image // 2 * 2
+    classes = torch.randint(num_classes, (count, 1), generator=generator)
+    size = (torch.randn(count, 2, generator=generator) * 0.8 - 1.7).exp().clamp(0.01, 0.95)
+    centre = torch.rand(count, 2, generator=generator)
+    if kind in ("borders", "zeros"):  # multiples of 4 pixels: grid lines and mid-cells
+        centre, size = (centre * width / 4).round() * 4 / width, (size * width / 8).ceil() * 8 / width
+    targets = torch.cat((image, classes, centre.clamp(0.001, 1.0), size.clamp(max=1)), 1)
+    return torch.cat((targets, targets[::2])) if kind == "duplicates" else targets

@@ -65,6 +65,8 @@ TRAIN_OURS = {
     "--fast-dataloader": ([], True, False),
     "--persistent-workers": ([], True, False),
     "--worker-tensor": ([], True, False),
+    "--fast-loss": ([], True, False),
+    "--ota-last": (["5"], 5, None),
 }
 TEST = {
     "--weights": (["a.pt", "b.pt"], ["a.pt", "b.pt"], ["yolov7.pt"]),
@@ -112,7 +114,8 @@ def test_no_flag_is_undocumented_here():
 def test_our_flags_are_off_by_default():
     defaults = vars(train_parser().parse_args([]))
     assert not any(defaults[destination(flag)] for flag in TRAIN_OURS)
-    on = vars(train_parser().parse_args(list(TRAIN_OURS)))
+    line = [word for flag, (arguments, _, _) in TRAIN_OURS.items() for word in (flag, *arguments)]
+    on = vars(train_parser().parse_args(line))
     assert all(on[destination(flag)] for flag in TRAIN_OURS)
 
 

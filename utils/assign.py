@@ -153,13 +153,13 @@ def _decode(predictions, candidates, anchors, strides):
         image, anchor, cell_y, cell_x = distinct
         rows = prediction[image, anchor, cell_y, cell_x].float()
         corners = torch.stack((cell_x, cell_y), 1)
-        parts.append(_decode_layer(rows, corners, anchors[layer][anchor], strides[layer]))
+        parts.append(decode(rows, corners, anchors[layer][anchor], strides[layer]))
         cell_of_candidate.append(inverse + num_cells)
         num_cells += len(rows)
     return Cells(*(torch.cat(part) for part in zip(*parts, strict=True))), torch.cat(cell_of_candidate)
 
 
-def _decode_layer(rows, corners, anchor_size, stride):
+def decode(rows, corners, anchor_size, stride):
     """The three fields of Cells for `rows` [u x 5+classes, raw] of the cells at `corners` [u x 2: x, y, in cells]."""
     centre = (2 * rows[:, :2].sigmoid() - 0.5 + corners) * stride
     size = (2 * rows[:, 2:4].sigmoid()) ** 2 * anchor_size * stride
@@ -186,7 +186,11 @@ def matching_cost(true_boxes, true_classes, cells):
     """
     iou = box_iou(true_boxes, cells.boxes).nan_to_num(0.0)  # two boxes without area
     class_cost = cells.background_cost - cells.class_logits.T[true_classes]
-    return iou, class_cost + IOU_WEIGHT * -(iou + 1e-8).log()
+    return iou, class_cost + overlap_cost(iou)
+
+
+def overlap_cost(iou):
+    return IOU_WEIGHT * -(iou + 1e-8).log()
 
 
 def dynamic_k(iou, num_ious=10):

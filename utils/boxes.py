@@ -85,12 +85,17 @@ def bbox_ioa(box_xyxy, boxes_xyxy):
 
 def box_iou(boxes1_xyxy, boxes2_xyxy):
     """Plain IoU of every pair, [n x 4], [m x 4] -> [n x m] (torch, no epsilon)."""
-    left_top = torch.max(boxes1_xyxy[:, None, :2], boxes2_xyxy[None, :, :2])
-    right_bottom = torch.min(boxes1_xyxy[:, None, 2:4], boxes2_xyxy[None, :, 2:4])
-    intersection = (right_bottom - left_top).clamp(min=0).prod(2)
-    area1 = (boxes1_xyxy[:, 2:4] - boxes1_xyxy[:, :2]).prod(1)
-    area2 = (boxes2_xyxy[:, 2:4] - boxes2_xyxy[:, :2]).prod(1)
-    return intersection / (area1[:, None] + area2[None] - intersection)
+    return paired_iou(boxes1_xyxy[:, None], boxes2_xyxy[None])
+
+
+def paired_iou(boxes1_xyxy, boxes2_xyxy):
+    """Plain IoU of boxes [... x 4] with their partners [... x 4], shapes broadcast (torch, no epsilon)."""
+    left_top = torch.max(boxes1_xyxy[..., :2], boxes2_xyxy[..., :2])
+    right_bottom = torch.min(boxes1_xyxy[..., 2:4], boxes2_xyxy[..., 2:4])
+    intersection = (right_bottom - left_top).clamp(min=0).prod(-1)
+    area1 = (boxes1_xyxy[..., 2:4] - boxes1_xyxy[..., :2]).prod(-1)
+    area2 = (boxes2_xyxy[..., 2:4] - boxes2_xyxy[..., :2]).prod(-1)
+    return intersection / (area1 + area2 - intersection)
 
 
 def complete_iou(predicted_xywh, target_xywh, eps=1e-7):

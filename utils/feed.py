@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 class Batch(NamedTuple):
     """What one training step consumes.
 
-    images [B x 3 x H x W] float 0..1 and targets [n x 6: image, class, x, y, w, h normalised], both on the device;
-    paths, the files that the images came from.
+    images [B x 3 x H x W] float 0..1 and targets [n x 6: image, class, x, y, w, h normalised], both on the device
+    (under --fast-loss the targets stay on the host); paths, the files that the images came from.
     """
 
     images: torch.Tensor
@@ -23,10 +23,13 @@ class Batch(NamedTuple):
     paths: tuple
 
 
-def plain(loader, device):
-    """Yield a Batch for each loader batch; the copy happens when the batch is asked for."""
+def plain(loader, device, targets_device=None):
+    """Yield a Batch for each loader batch; the copy happens when the batch is asked for.
+
+    `targets_device` is for a loss that wants its targets elsewhere.
+    """
     for images, targets, paths, _ in loader:
-        yield Batch(images.to(device, non_blocking=True).float() / 255, targets.to(device), paths)
+        yield Batch(images.to(device, non_blocking=True).float() / 255, targets.to(targets_device or device), paths)
 
 
 def multi_scaled(batches, image_size, stride):

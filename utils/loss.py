@@ -8,11 +8,18 @@ Each is called as `(predictions, targets, images)` and returns (loss [1], items 
 loss is multiplied by the batch size, the items are not and carry no gradient.
 """
 
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
 from utils import assign
 from utils.boxes import complete_iou
+
+logger = logging.getLogger(__name__)
 
 # Weight of each layer's objectness, finest layer first: it has the most cells and the smallest share of objects.
 OBJECTNESS_BALANCE = {3: (4.0, 1.0, 0.4)}
@@ -26,16 +33,20 @@ def smooth_labels(eps):
     return 1 - eps / 2, eps / 2
 
 
-def binary_loss(logits, labels, positive_weight=1.0, focal_gamma=0.0):
-    """Mean binary cross-entropy of `logits` and `labels`; gamma above 0 makes it the focal loss (arXiv 1708.02002)."""
+def binary_loss(logits, labels, positive_weight=1.0, focal_gamma=0.0, reduction="mean"):
+    """Mean binary cross-entropy of `logits` and `labels`; gamma above 0 makes it the focal loss (arXiv 1708.02002).
+
+    With the reduction "none" one value for each logit.
+    """
     weight = torch.full((1,), positive_weight, dtype=torch.float32, device=logits.device)
     if focal_gamma <= 0:
-        return F.binary_cross_entropy_with_logits(logits, labels, pos_weight=weight)
+        return F.binary_cross_entropy_with_logits(logits, labels, pos_weight=weight, reduction=reduction)
     element = F.binary_cross_entropy_with_logits(logits, labels, pos_weight=weight, reduction="none")
     score = logits.sigmoid()
     hit = labels * score + (1 - labels) * (1 - score)
     alpha = labels * FOCAL_ALPHA + (1 - labels) * (1 - FOCAL_ALPHA)
-    return (element * alpha * (1 - hit) ** focal_gamma).mean()
+    element = element * alpha * (1 - hit) ** focal_gamma
+    return element.mean() if reduction == "mean" else element
 
 
 def objectness_target(score, cells, like):
@@ -123,7 +134,9 @@ class ComputeLoss:
         """The mean box, objectness and class loss of one layer, before gains; 0 where there is nothing to average."""
         cells, target = matches.cells(layer), targets[matches.target[layer]]
         rows = prediction[cells]  # [n x 5+nc]
-        overlap = self.overlap(rows, cells, target, matches.anchor_size[layer], prediction.shape)
+        corner = torch.stack((cells[3], cells[2]), 1)
+        grid_size = target.new_tensor((prediction.shape[3], prediction.shape[2]))
+        overlap = self.overlap(rows, corner, target[:, 2:6], matches.anchor_size[layer], grid_size)
 
         score = (1 - self.gr) + self.gr * overlap.detach().clamp(min=0)
         wanted = objectness_target(score, cells, prediction[..., 4])
@@ -133,28 +146,26 @@ class ComputeLoss:
         class_term = self.class_term(rows[:, 5:], target[:, 1].long()) if self.head.nc > 1 else 0.0
         return (1 - overlap).mean(), object_term, class_term
 
-    def overlap(self, rows, cells, target, anchor_size, shape):
-        """CIoU [n] of the boxes that `rows` [n x 5+nc] predict with those of `target` [n x 6].
+    def overlap(self, rows, corner, true_box, anchor_size, grid_size):
+        """CIoU [n] of the boxes that `rows` [n x 5+nc] predict with `true_box` [n x 4, xywh normalised].
 
-        Both are in cells, counted from the corner of the matched cell.
+        Both are in cells, counted from `corner` [n x 2: x, y] of the matched cell; `grid_size` is (nx, ny), [2] or
+        [n x 2].
         """
-        _, _, ny, nx, _ = shape
-        _, _, cell_y, cell_x = cells
         centre = rows[:, :2].sigmoid() * 2 - 0.5
         size = (rows[:, 2:4].sigmoid() * 2) ** 2 * anchor_size
-        true_box = target[:, 2:6] * target.new_tensor((nx, ny, nx, ny))
-        true_centre = true_box[:, :2] - torch.stack((cell_x, cell_y), 1)
-        return complete_iou(torch.cat((centre, size), 1), torch.cat((true_centre, true_box[:, 2:]), 1))
+        true_centre = true_box[:, :2] * grid_size - corner
+        return complete_iou(torch.cat((centre, size), 1), torch.cat((true_centre, true_box[:, 2:] * grid_size), 1))
 
-    def class_term(self, logits, classes):
+    def class_term(self, logits, classes, reduction="mean"):
         """Loss of class `logits` [n x nc] where `classes` [n] are true."""
         positive, negative = smooth_labels(self.hyp.get("label_smoothing", 0.0))
         wanted = torch.full_like(logits, negative).scatter_(1, classes[:, None], positive)
-        return self.binary_loss(logits, wanted, "cls_pw")
+        return self.binary_loss(logits, wanted, "cls_pw", reduction)
 
-    def binary_loss(self, logits, labels, positive_weight):
+    def binary_loss(self, logits, labels, positive_weight, reduction="mean"):
         """`binary_loss` with the hyper-parameters of the training; `positive_weight` is the name of one."""
-        return binary_loss(logits, labels, self.hyp[positive_weight], self.hyp["fl_gamma"])
+        return binary_loss(logits, labels, self.hyp[positive_weight], self.hyp["fl_gamma"], reduction)
 
 
 class ComputeLossOTA(ComputeLoss):
@@ -186,15 +197,46 @@ class ComputeLossAuxOTA(ComputeLossOTA):
         return self.total([(lead, fine, 1.0), (auxiliary, coarse, AUXILIARY_WEIGHT)], targets)
 
 
-def build_losses(model, assign=assign.ota):
-    """(training loss, validation loss) for `model`: by its head, then by the hyper-parameter loss_ota (1 if missing).
+class LossClasses(NamedTuple):
+    """One implementation of the three losses; each is made from a model."""
 
-    A head with auxiliary outputs trains with OTA whatever loss_ota says. stock behaviour: validation reports the plain
-    loss, also in OTA training. `assign` is the matcher of the OTA losses.
+    plain: Callable
+    ota: Callable
+    auxiliary: Callable
+
+
+def reference(assign=assign.ota):
+    """The losses of this file with the matcher `assign`."""
+    return LossClasses(ComputeLoss, partial(ComputeLossOTA, assign=assign), partial(ComputeLossAuxOTA, assign=assign))
+
+
+def build_losses(model, assign=assign.ota, classes=None, use_ota=None):
+    """(training loss, validation loss) for `model`.
+
+    A head with auxiliary outputs trains with OTA whatever is asked; for another one `use_ota` decides, and if that is
+    None the hyper-parameter loss_ota (1 if missing). stock behaviour: validation reports the plain loss, also in OTA
+    training. `assign` is the matcher of the OTA losses, unless other LossClasses are given; validation is always the
+    reference.
     """
-    plain = ComputeLoss(model)
-    if hasattr(plain.head, "m2"):
-        return ComputeLossAuxOTA(model, assign=assign), plain
-    if plain.hyp.get("loss_ota", 1) == 1:
-        return ComputeLossOTA(model, assign=assign), plain
-    return plain, plain
+    classes = classes or reference(assign)
+    validation = ComputeLoss(model)
+    if hasattr(validation.head, "m2"):
+        return classes.auxiliary(model), validation
+    if use_ota is None:
+        use_ota = validation.hyp.get("loss_ota", 1) == 1
+    return (classes.ota if use_ota else classes.plain)(model), validation
+
+
+def losses_by_epoch(model, epochs, classes=None, ota_last=None):
+    """(function of the epoch that names its training loss, validation loss) for a run of `epochs`.
+
+    With `ota_last` the last so many epochs train with OTA and those before with the plain loss, whatever loss_ota says.
+    """
+    if ota_last is None:
+        training, validation = build_losses(model, classes=classes)
+        return (lambda epoch: training), validation
+    before, validation = build_losses(model, classes=classes, use_ota=False)
+    last, _ = build_losses(model, classes=classes, use_ota=True)
+    if type(before) is type(last):
+        logger.warning("--ota-last has no effect: a head with auxiliary outputs trains with OTA in all epochs")
+    return (lambda epoch: last if epoch >= epochs - ota_last else before), validation

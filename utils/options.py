@@ -58,6 +58,9 @@ def train_parser():
     add("--persistent-workers", action="store_true", help="loader workers live across epochs (needs workers > 0)")
     add("--worker-tensor", action="store_true", help="workers assemble the batches; the main process copies nothing")
 
+    add("--fast-loss", action="store_true", help="assignment and loss for the whole batch at once; equal values")
+    add("--ota-last", type=int, default=None, metavar="N", help="OTA in the last N epochs only, the plain loss before")
+
     group = parser.add_argument_group("what is written")
     add = group.add_argument
     add("--project", default="runs/train", help="folder of all runs")
@@ -118,7 +121,7 @@ def check_train_options(opt):
     """Raise ValueError for a value that no run could use; extend --img-size to (train, validation)."""
     if not opt.cfg and not opt.weights:
         raise ValueError("give --cfg (a model yaml) or --weights (a checkpoint): there is nothing to train")
-    lower_bounds = {"epochs": 1, "batch_size": 1, "workers": 0, "test_batch_size": 1, "evolve": 0}
+    lower_bounds = {"epochs": 1, "batch_size": 1, "workers": 0, "test_batch_size": 1, "evolve": 0, "ota_last": 1}
     for name, low in lower_bounds.items():
         value = getattr(opt, name)
         if value is not None and value < low:

@@ -1,0 +1,273 @@
+"""The losses of loss.py against those of loss_batched.py: forward + backward on random predictions and COCO-like boxes.
+
+python tests/bench_loss.py [--short] [--device cpu] [--out runs/bench_loss]
+
+Prints a markdown table, and writes it with a json of every number and a plot into --out. Milliseconds are medians with
+the smallest and the largest in brackets; both sides run in this one process, on float32 predictions (as the heads give
+them) under float16 autocast on a GPU. `step` is forward + backward, targets on the device for the reference and on the
+host for the fast losses, whose work on the host is part of it; `prepare` is that work alone, `compute` the step without
+it, `graph` the replay of a captured `compute`; `assign` is the assignment alone, from prepared candidates on the fast
+side. Kernels, waits (synchronisations) and MB (memory beyond what was there) are those of one step.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.loss_cases import model_with_head
+from utils import assign, assign_batched, loss, loss_batched
+
+ANCHORS = ((10, 13, 16, 30, 33, 23), (30, 61, 62, 45, 59, 119), (116, 90, 156, 198, 373, 326))  # pixels
+STRIDES = (8, 16, 32)
+# batch, boxes an image, classes, pixels
+ALL = [(batch, boxes, classes, size) for size in (320, 640) for classes in (3, 80) for batch in (16, 64, 384)
+       for boxes in (5, 15, 40)]  # fmt: skip
+SHORT = [(64, 14, 80, 320), (384, 14, 80, 320), (64, 40, 80, 320), (64, 14, 3, 320), (16, 15, 80, 640)]
+SHORT_CPU = [(1, 14, 80, 320), (4, 14, 80, 320), (16, 15, 80, 320), (64, 27, 80, 320)]
+KINDS = {
+    "plain": (loss.ComputeLoss, loss_batched.BatchedLoss),
+    "ota": (loss.ComputeLossOTA, loss_batched.BatchedLossOTA),
+}
+SECONDS = 4.0  # for the repetitions of one number
+
+
+def make_case(batch, boxes, num_classes, size, device):
+    """Model, predictions and targets (on the host): the number of boxes of an image varies as in COCO mosaics."""
+    generator = torch.manual_seed(0)
+    strides = torch.tensor(STRIDES, dtype=torch.float32)
+    anchors = torch.tensor(ANCHORS).view(3, 3, 2) / strides[:, None, None]
+    model = model_with_head(anchors.to(device), strides, num_classes, box=0.05, cls=0.3, obj=0.7)
+    on_device = torch.Generator(device).manual_seed(0)
+    shapes = [(batch, 3, size // stride, size // stride, 5 + num_classes) for stride in STRIDES]
+    predictions = [torch.randn(shape, generator=on_device, device=device).requires_grad_() for shape in shapes]
+    mean = boxes * torch.rand(batch, generator=generator) * 2
+    image = torch.arange(batch).repeat_interleave(torch.poisson(mean, generator=generator).long())[:, None]
+    sides = (torch.randn(len(image), 2, generator=generator) * 0.9 - 2.2).exp().clamp(0.01, 0.95)
+    centres = sides / 2 + torch.rand(len(image), 2, generator=generator) * (1 - sides)
+    classes = torch.randint(num_classes, (len(image), 1), generator=generator)
+    return model, predictions, torch.cat((image, classes, centres, sides), 1)
+
+
+def measure(function, device, most=30):
+    """Milliseconds of `function`: (median, smallest, largest) of up to `most` repetitions after a warm-up."""
+    for _ in range(2):
+        function()
+    times, deadline = [], time.perf_counter() + SECONDS
+    while len(times) < most and (len(times) < 3 or time.perf_counter() < deadline):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            function()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end))
+        else:
+            start = time.perf_counter()
+            function()
+            times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times), min(times), max(times)
+
+
+def count(function):
+    """(kernels, synchronisations) of one call on a GPU."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities) as profile:
+        function()
+    names = [(event.name, event.device_type) for event in profile.events()]
+    on_gpu = [name for name, kind in names if kind == torch.autograd.DeviceType.CUDA]
+    waits = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+    kernels = sum(not name.startswith(("Memcpy", "Memset")) for name in on_gpu)
+    # leaving the profiler waits for the device once
+    return kernels, max(sum(name in waits for name, _ in names) - 1, 0)
+
+
+def peak_memory(function):
+    """Megabytes that one call needs beyond what is there."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 1e6
+
+
+def stepper(compute_loss, predictions, targets, images, device):
+    def step():
+        with torch.autocast(device.type, torch.float16, enabled=device.type == "cuda"):
+            total, items = compute_loss(predictions, targets, images)
+        return items, torch.autograd.grad(total, predictions)
+
+    return step
+
+
+def prepared_step(compute_loss, predictions, targets, size, device):
+    """Forward + backward with a plan that is on the device already."""
+    shapes = [prediction.shape for prediction in predictions]
+    plans = compute_loss.prepare(targets, shapes, (size, size), padded=device.type != "cpu")
+    plans = [plan.to(device) for plan in plans]
+
+    def step():
+        with torch.autocast(device.type, torch.float16, enabled=device.type == "cuda"):
+            total, items = compute_loss.compute(predictions, plans)
+        return items, torch.autograd.grad(total, predictions)
+
+    return step
+
+
+def graph_replay(step):
+    """The replay of a captured `step`."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = step()
+
+    def replay():
+        graph.replay()
+        return outputs
+
+    return replay
+
+
+def assigners(model, predictions, targets, size, kind):
+    """The assignment of both sides as calls; the plan of the fast one is made before."""
+    head, detached = model.model[-1], [prediction.detach() for prediction in predictions]
+    on_device = targets.to(detached[0].device)
+    matcher = assign.ota if kind == "ota" else assign.plain
+    fast = KINDS[kind][1](model)
+    (plan,) = fast.prepare(targets, [p.shape for p in detached], (size, size), padded=detached[0].is_cuda)
+    plan = plan.to(on_device.device)
+
+    def batched():
+        rows = loss_batched.gather_rows(plan.layout().cell_index, plan.sizes.cells, detached)
+        return assign_batched.owners(rows, plan)
+
+    inputs = detached, on_device, head.anchors, head.stride, (size, size)
+    return (lambda: matcher(*inputs)), batched if kind == "ota" else None
+
+
+def run(case, kind, device):
+    """All numbers of one row: {"reference": {...}, "fast": {...}}, after a check that both sides agree."""
+    _, _, _, size = case
+    model, predictions, targets = make_case(*case, device)
+    images = torch.empty(1, 3, size, size)
+    row = {
+        "batch": case[0],
+        "boxes": case[1],
+        "classes": case[2],
+        "pixels": size,
+        "loss": kind,
+        "targets": len(targets),
+    }
+    steps = {}
+    for side, loss_class in zip(("reference", "fast"), KINDS[kind], strict=True):
+        where = targets.to(device) if side == "reference" else targets
+        steps[side] = stepper(loss_class(model), predictions, where, images, device)
+    torch.testing.assert_close(steps["fast"]()[0], steps["reference"]()[0], rtol=1e-4, atol=1e-6)
+
+    for (side, step), assigner in zip(steps.items(), assigners(model, predictions, targets, size, kind), strict=True):
+        numbers = {"step": measure(step, device)}
+        if assigner:
+            numbers["assign"] = measure(assigner, device)
+        if device.type == "cuda":
+            numbers["kernels"], numbers["waits"] = count(step)
+            numbers["MB"] = peak_memory(step)
+        row[side] = numbers
+    fast, shapes = KINDS[kind][1](model), [prediction.shape for prediction in predictions]
+    on_host = torch.device("cpu")
+    row["fast"]["prepare"] = measure(
+        lambda: fast.prepare(targets, shapes, (size, size), padded=device.type != "cpu"), on_host
+    )
+    compute = prepared_step(fast, predictions, targets, size, device)
+    row["fast"]["compute"] = measure(compute, device)
+    if device.type == "cuda":
+        row["fast"]["graph"] = measure(graph_replay(compute), device)
+    row["speed-up"] = row["reference"]["step"][0] / row["fast"]["step"][0]
+    return row
+
+
+COLUMNS = ("batch", "boxes", "classes", "pixels", "loss")
+NUMBERS = {"reference": ("step", "assign", "kernels", "waits", "MB"),
+           "fast": ("step", "prepare", "compute", "graph", "assign", "kernels", "waits", "MB")}  # fmt: skip
+
+
+def table(rows):
+    """The rows as markdown, without columns that nobody filled."""
+    filled = [
+        (side, name) for side, names in NUMBERS.items() for name in names if any(name in row[side] for row in rows)
+    ]
+    head = [*COLUMNS, *(f"{side}: {name}" for side, name in filled), "speed-up"]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for row in rows:
+        numbers = [in_words(row[side].get(name)) for side, name in filled]
+        cells = [*(str(row[name]) for name in COLUMNS), *numbers, f"{row['speed-up']:.1f}x"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def in_words(value):
+    if value is None:
+        return "-"
+    if isinstance(value, tuple):
+        return "{:.2f} ({:.2f}-{:.2f})".format(*value)
+    return f"{value:.0f}"
+
+
+def plot(rows, path, title):
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 0.45 * len(rows) + 2), layout="constrained")
+    axes = figure.subplots()
+    for offset, side in ((-0.2, "reference"), (0.2, "fast")):
+        axes.barh([i + offset for i in range(len(rows))], [row[side]["step"][0] for row in rows], 0.38, label=side)
+    labels = ["{loss}, batch {batch}, {boxes} boxes, {classes} classes, {pixels} px".format(**row) for row in rows]
+    axes.set_yticks(range(len(rows)), labels)
+    axes.invert_yaxis()
+    axes.set(xscale="log", xlabel="ms for forward + backward of the loss", title=title)
+    axes.grid(axis="x", which="both", alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--short", action="store_true", help="a handful of cases, within three minutes")
+    parser.add_argument("--threads", type=int, default=None, help="of the CPU")
+    parser.add_argument("--out", default="runs/bench_loss", help="folder of table, json and plot")
+    opt = parser.parse_args()
+    device = torch.device(opt.device)
+    if opt.threads:
+        torch.set_num_threads(opt.threads)
+    is_cpu = device.type == "cpu"
+    machine = f"{torch.get_num_threads()} threads" if is_cpu else torch.cuda.get_device_name(device)
+    title = f"{machine}, torch {torch.__version__}, Python {platform.python_version()}"
+    out = Path(opt.out)
+    out.mkdir(parents=True, exist_ok=True)
+
+    rows = []
+    for case in (SHORT_CPU if is_cpu else SHORT) if opt.short else ALL:
+        for kind in KINDS:
+            rows.append(run(case, kind, device))
+            print(rows[-1], flush=True)
+            (out / "bench_loss.json").write_text(json.dumps({"machine": title, "rows": rows}, indent=1))
+    (out / "bench_loss.md").write_text(f"{title}\n\n{table(rows)}\n")
+    plot(rows, out / "bench_loss.png", title)
+    print(f"\n{title}\n\n{table(rows)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+import logging
+
+import pytest
+import torch
+
+from tests import loss_cases
+from tests.loss_cases import AUXILIARY, KINDS, NAMES, ORDINARY, random_case, rows
+from tests.parity import check
+from utils import assign, assign_batched
+from utils.loss_plan import prepare
+
+GROUP = "train: assignments, batched"
+FINE, COARSE = {"reach": 0.5, "num_ious": 10}, {"reach": 1.0, "num_ious": 20}
+
+
+def plan_of(case, padded, reach=0.5):
+    predictions, targets, anchors, strides, size = case.matching_inputs()
+    shapes = [prediction.shape for prediction in predictions]
+    return prepare(targets.cpu(), shapes, anchors.cpu(), strides, size, reach=reach, padded=padded)
+
+
+def rows_of(case, plan):
+    """What the distinct cells of `plan` predict."""
+    cells = plan.layout().cell_index.split(plan.sizes.cells)
+    pairs = zip(case.predictions[: case.num_layers], cells, strict=True)
+    return torch.cat([grid.detach().reshape(-1, grid.shape[-1])[index] for grid, index in pairs])
+
+
+def owners_by_both_ways(case, plan, num_ious):
+    layout = plan.layout()
+    cells = assign.Cells(*assign.decode(rows_of(case, plan).float(), layout.corner, layout.anchor_size, layout.stride))
+    by_image = assign_batched._owners_by_image(cells, layout, plan.blocks, num_ious)
+    return assign_batched._owners_flat(cells, layout, plan.sizes, num_ious), by_image
+
+
+def assert_all_ways_agree(case, options):
+    inputs = case.matching_inputs()
+    expected = rows(assign.ota(*inputs, **options))
+    assert rows(assign_batched.ota(*inputs, **options)).tolist() == expected.tolist()
+    plan = plan_of(case, padded=True, reach=options["reach"]).to(case.images.device)
+    for owner in owners_by_both_ways(case, plan, options["num_ious"]):
+        assert rows(assign_batched.matches(plan, owner, inputs[2])).tolist() == expected.tolist()
+    assert rows(assign_batched.plain(*inputs)).tolist() == rows(assign.plain(*inputs)).tolist()
+
+
+# --- the golden assignments ------------------------------------------------------------------------------------------
+
+
+def check_golden(name, device):
+    case = loss_cases.load(name, device)
+    if name in AUXILIARY:
+        for kind, reach in (("lead", 0.5), ("coarse", 1.0)):
+            found = assign_batched.ota(*case.matching_inputs(), reach=reach, num_ious=20)
+            check(GROUP, f"{name} {kind}", rows(found), case.arrays[f"aux_{kind}_stable_asg"])
+    else:
+        check(
+            GROUP,
+            name,
+            rows(assign_batched.ota(*case.matching_inputs())),
+            loss_cases.stable_arrays(name, case.arrays)[0],
+        )
+    for options in (FINE, COARSE):
+        assert_all_ways_agree(case, options)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_golden(name):
+    check_golden(name, "cpu")
+
+
+def test_there_are_golden_cases():
+    assert len(ORDINARY) >= 16 and len(AUXILIARY) >= 2
+
+
+@pytest.mark.gpu
+def test_golden_on_cuda():
+    for name in NAMES:
+        check_golden(name, "cuda")
+
+
+# --- any batch -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_batches(kind):
+    for seed in range({"large": 4, "crowded": 8}.get(kind, 30)):
+        assert_all_ways_agree(random_case(seed, kind), FINE if seed % 2 else COARSE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_batches_on_cuda(kind):
+    for seed in range(20):
+        case = random_case(seed, kind, "cuda")
+        options = FINE if seed % 2 else COARSE
+        assert_all_ways_agree(case, options)
+        with torch.autocast("cuda", torch.float16):
+            assert_all_ways_agree(case, options)
+        half = [prediction.detach().half() for prediction in case.predictions]
+        inputs = half, *case.matching_inputs()[1:]
+        assert rows(assign_batched.ota(*inputs)).tolist() == rows(assign.ota(*inputs)).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_low_precision_predictions(dtype):
+    for seed in range(10):
+        case = random_case(seed, "ordinary")
+        case.predictions = [prediction.detach().to(dtype) for prediction in case.predictions]
+        assert_all_ways_agree(case, FINE)
+
+
+@pytest.mark.parametrize("kind", ["crowded", "duplicates", "zeros"])
+def test_chunks_of_targets_do_not_change_the_owners(kind, monkeypatch):
+    monkeypatch.setattr(assign_batched, "CHUNK_PAIRS", 700)
+    for seed in range(5):
+        assert_all_ways_agree(random_case(seed, kind), FINE)
+
+
+# --- padding, order, memory ------------------------------------------------------------------------------------------
+
+
+def test_padding_owns_nothing():
+    case = random_case(3, "ordinary")
+    exact, padded = plan_of(case, padded=False), plan_of(case, padded=True)
+    used = exact.sizes.candidates
+    assert padded.sizes.candidates > used
+    for owner, expected in zip(
+        owners_by_both_ways(case, padded, 10), owners_by_both_ways(case, exact, 10), strict=True
+    ):
+        assert owner[:used].tolist() == expected.tolist()
+        assert (owner[used:] == -1).all()
+
+
+def test_sortable_keys_keep_order_and_ties():
+    values = torch.tensor([-float("inf"), -3.5, -1e-40, -0.0, 0.0, 1e-40, 2.0, 3e38, float("inf")])
+    keys = assign_batched._sortable(values)
+    assert keys[3] == keys[4]
+    assert (keys.diff() >= 0).all() and (keys.diff() > 0).sum() == len(values) - 2
+    assert keys.abs().max() < 2**31
+
+
+def test_a_crowded_batch_is_told_once(caplog, monkeypatch):
+    monkeypatch.setattr(assign_batched, "_told", set())
+    with caplog.at_level(logging.WARNING):
+        assign_batched._tell_once(20_000_000)
+        assign_batched._tell_once(30_000_000)
+    (record,) = caplog.records
+    assert "20000000 pairs" in record.getMessage()
+
+
+@pytest.mark.gpu
+def test_a_crowded_image_needs_less_than_a_gigabyte():
+    generator = torch.manual_seed(0)
+    shapes = [(2, 3, n, n, 85) for n in (80, 40, 20)]
+    predictions = [torch.randn(shape, generator=generator).cuda() for shape in shapes]
+    image = (torch.arange(2010) >= 2000).float()[:, None]
+    boxes = torch.rand(2010, 4, generator=generator) * torch.tensor([1, 1, 0.1, 0.1]) + torch.tensor([0, 0, 0.01, 0.01])
+    targets = torch.cat((image, torch.randint(80, (2010, 1), generator=generator), boxes.clamp(max=1)), 1).cuda()
+    anchors = torch.tensor([[[2.0, 2.0], [3.0, 4.0], [4.0, 3.0]]] * 3).cuda()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = assign_batched.ota(predictions, targets, anchors, torch.tensor([8.0, 16, 32]), (640, 640))
+    assert torch.cuda.max_memory_allocated() - before < 1e9
+    del before
+    expected = assign.ota(predictions, targets, anchors, torch.tensor([8.0, 16, 32]), (640, 640))
+    assert rows(found).tolist() == rows(expected).tolist()
