@@ -99,7 +99,7 @@ class Workers:
         if error is not None:
             if os.environ.get("YOLOV7FAST_TRACEBACK") == "1":
                 logger.error("%s", error[1])
-            self._fail(f"{self.job.describe(*self.doing[number].tolist())}: {error[0]}")
+            self._fail(f"{self.job.describe(*error[2])}: {error[0]}")
         self.num_open -= 1
         return task, result
 
@@ -160,12 +160,12 @@ def _work(job, doing, reader, lock, writer, parent, seed):
         try:
             answer = task, job(task, doing), None
         except Exception as error:  # whatever it is, the main process has to know
-            answer = task, None, (_in_words(error), traceback.format_exc())
+            answer = task, None, (in_words(error), traceback.format_exc(), doing.tolist())
         try:
             writer.send(answer)
         except OSError:  # the main process is gone
             return
-        doing[0] = -1 if answer[2] is None else doing[0]
+        doing[0] = -1
 
 
 def _next_task(reader, lock, parent):
@@ -182,7 +182,8 @@ def _next_task(reader, lock, parent):
     return None
 
 
-def _in_words(error):
+def in_words(error):
+    """An exception as a part of a sentence."""
     if isinstance(error, MemoryError):
         return "out of memory; fewer --workers or a smaller batch need less"
     text = printable(error).strip() or "no message"
