@@ -347,10 +347,7 @@ def crash():
 
 ACCIDENTS = {
     "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), r"was killed by SIGKILL \(out of memory\?.* worked on "),
-    "crashed": (
-        lambda: faulthandler.disable() or os.kill(os.getpid(), signal.SIGSEGV),
-        "was killed by SIGSEGV while it worked on ",
-    ),
+    "crashed": (crash, "was killed by SIGSEGV while it worked on "),
     "left": (lambda: os._exit(3), "ended by itself with status 3 while it worked on "),
     "memory": (out_of_memory, "out of memory"),
     "refused": (refuse, "the picture changed its size"),

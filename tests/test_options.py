@@ -116,8 +116,8 @@ def test_no_flag_is_undocumented_here():
 def test_our_flags_are_off_by_default():
     defaults = vars(train_parser().parse_args([]))
     assert not any(defaults[destination(flag)] for flag in TRAIN_OURS if flag != "--loader-timeout")
-    on = vars(train_parser().parse_args(list(TRAIN_OURS)))
-    assert all(on[destination(flag)] for flag in TRAIN_OURS if flag != "--loader-timeout")
+    on = vars(train_parser().parse_args([word for flag in TRAIN_OURS for word in (flag, *TRAIN_OURS[flag][0])]))
+    assert all(on[destination(flag)] for flag in TRAIN_OURS)
 
 
 def test_prefixes_and_spellings():
