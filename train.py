@@ -203,7 +203,7 @@ def open_loaders(opt, hyp, data, stride, ranks, first_epoch):
         return Loaders(train_loader, None, dataset, image_size)
     val_loader, val_set = create_dataloader(
         data.val, test_size, opt.test_batch_size or opt.batch_size * 2, stride, opt, hyp=hyp,
-        cache=opt.cache_images and not opt.notest, rect=True, pad=0.5, world_size=ranks.world_size,
+        cache=not opt.notest and opt.cache_images, rect=True, pad=0.5, world_size=ranks.world_size,
         workers=opt.workers, prefix="val: ", **fast,
     )  # fmt: skip
     check_class_ids(val_set.labels, val_set.label_files, data.nc, data.names)

@@ -37,7 +37,7 @@ TRAIN = {
     "--noautoanchor": ([], True, False),
     "--evolve": ([], 300, 0),
     "--bucket": (["b"], "b", ""),
-    "--cache-images": ([], True, False),
+    "--cache-images": ([], True, False),  # or ram, disk
     "--image-weights": ([], True, False),
     "--device": (["0,1"], "0,1", ""),
     "--multi-scale": ([], True, False),

@@ -27,6 +27,7 @@ from utils.augment import (
 from utils.boxes import xywhn2xyxy, xyxy2xywh
 from utils.dist import rank_zero_first
 from utils.fast_loader import Settings, build_loader
+from utils.image_cache import use_disk_cache
 from utils.inference_sources import LoadImages
 from utils.labels import img2label_paths, scan_dataset
 from utils.mosaic import load_image, load_mosaic, load_mosaic9, load_samples
@@ -208,7 +209,9 @@ class LoadImagesAndLabels(Dataset):
             self._sort_by_aspect_ratio()
             self.batch_shapes = self._shapes_of_batches(pad)
         self.imgs, self.img_hw0, self.img_hw = [None] * self.n, [None] * self.n, [None] * self.n
-        if cache_images:
+        if cache_images == "disk":
+            use_disk_cache(self, prefix)
+        elif cache_images:
             self._cache_images(prefix)
 
     def _sort_by_aspect_ratio(self):

@@ -47,7 +47,8 @@ def train_parser():
     add = group.add_argument
     add("--device", default="", help="cpu, 0, or 0,1; empty: the first GPU, else the CPU")
     add("--workers", type=int, default=8, help="loader processes, at most")
-    add("--cache-images", action="store_true", help="keep the resized images in RAM")
+    add("--cache-images", nargs="?", const=True, default=False, choices=["ram", "disk"],
+        help="keep the resized images in RAM (default), or in one file that is mapped into memory")  # fmt: skip
     add("--sync-bn", action="store_true", help="batch statistics over all processes (with torchrun)")
     add("--local_rank", "--local-rank", type=int, default=-1, help="set by launchers")
 
