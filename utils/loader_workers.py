@@ -110,7 +110,8 @@ class Workers:
         self._fail("the loader's workers do not listen any more")
 
     def _report_death(self, number):
-        process, what = self.processes[number], self.job.describe(*self.doing[number].tolist())
+        process, doing = self.processes[number], self.doing[number].tolist()
+        what = f"worked on {self.job.describe(*doing)}" if doing[0] >= 0 else "had nothing to do"
         process.join(JOIN_LIMIT)
         code = process.exitcode
         if code is not None and code < 0:
@@ -119,7 +120,7 @@ class Workers:
                 cause += " (out of memory? fewer --workers or a smaller --prefetch-factor need less)"
         else:
             cause = f"ended by itself with status {code}"
-        self._fail(f"loader worker {number} (process {process.pid}) {cause} while it worked on {what}")
+        self._fail(f"loader worker {number} (process {process.pid}) {cause} while it {what}")
 
     def _fail(self, message):
         self.close()
