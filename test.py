@@ -22,9 +22,10 @@ from utils.detections import TextFiles
 from utils.dist import select_device
 from utils.files import atomic_write, check_file, increment_path
 from utils.image_grid import plot_images
+from utils.labels import check_class_ids
 from utils.metrics import ConfusionMatrix, DetectionScores
 from utils.nms import non_max_suppression
-from utils.options import round_up, test_parser
+from utils.options import check_test_options, round_up, test_parser
 
 logger = logging.getLogger("test")
 
@@ -35,7 +36,7 @@ ROW = "%20s" + "%12i" * 2 + "%12.3g" * 4
 @dataclass
 class Evaluation:
     """Scores of a data set: `results` is P, R, mAP@.5, mAP@.5:.95, box, obj and cls loss; `maps` [nc] the AP of every
-    class; `times` inference, NMS and total in ms an image, then image height, width and batch size."""
+    class; `times` inference, NMS and total in ms an image."""
 
     results: tuple
     maps: np.ndarray
@@ -54,7 +55,6 @@ def evaluate(model, loader, nc, names, *, conf_thres=0.001, iou_thres=0.6, singl
     weight = next(model.parameters())
     scores, confusion = DetectionScores(), ConfusionMatrix(nc)
     losses, clock = torch.zeros(3, device=weight.device), Clock(weight.device)
-    shape = (0, 0)
     for index, (images, targets, paths, shapes) in enumerate(tqdm(loader, desc=HEADER)):
         images, targets = images.to(weight.device, weight.dtype) / 255, targets.to(weight.device)
         shape = images.shape[2:]
@@ -87,7 +87,7 @@ def evaluate(model, loader, nc, names, *, conf_thres=0.001, iou_thres=0.6, singl
     if picture_dir:
         plots.plot_curves(summary.curves, picture_dir, names)
         plots.plot_confusion_matrix(confusion.matrix, names, picture_dir)
-    times = (*clock.per_image(scores.num_images), *shape, loader.batch_size)
+    times = clock.per_image(scores.num_images)
     losses = (losses / max(len(loader), 1)).tolist()
     results = (summary.precision, summary.recall, summary.map50, summary.map, *losses)
     return Evaluation(results, summary.maps, times, summary)
@@ -153,8 +153,20 @@ def open_loader(opt, data, split, image_size, stride, batch_size):
     path = getattr(data, split)
     if not path:
         raise ValueError(f"{opt.data} has no '{split}' entry to score")
-    loader, _ = create_dataloader(path, image_size, batch_size, stride, opt, pad=0.5, rect=True, prefix=f"{split}: ")
+    loader, dataset = create_dataloader(
+        path, image_size, batch_size, stride, opt, pad=0.5, rect=True, prefix=f"{split}: "
+    )
+    check_class_ids(dataset.labels, dataset.label_files, data.nc, data.names)
     return loader
+
+
+def check_classes(model, weights, data, opt):
+    """Raise ValueError when the detector knows another number of classes than the data set has."""
+    if len(model.names) != data.nc and not opt.single_cls:
+        raise ValueError(
+            f"{weights[-1]} detects {len(model.names)} classes, but {opt.data} has {data.nc}; give the data yaml of "
+            "its training, or --single-cls"
+        )
 
 
 def score(opt, weights, data, *, image_size, conf_thres, iou_thres, pictures=True, save_json=False):
@@ -163,11 +175,11 @@ def score(opt, weights, data, *, image_size, conf_thres, iou_thres, pictures=Tru
     model = attempt_load(weights, map_location=device)
     if device.type == "cuda":
         model.half()
+    check_classes(model, weights, data, opt)
     stride = max(int(model.stride.max()), 32)
-    image_size = round_up(image_size, stride)
+    image_size, names = round_up(image_size, stride), data.names
     split = opt.task if opt.task in ("train", "val", "test") else "val"
     loader = open_loader(opt, data, split, image_size, stride, opt.batch_size)
-    names = data.names if len(data.names) == data.nc else model.names
     if device.type == "cuda":
         model(torch.zeros(1, 3, image_size, image_size, device=device).half())  # cuDNN's first call is slow
 
@@ -183,9 +195,8 @@ def score(opt, weights, data, *, image_size, conf_thres, iou_thres, pictures=Tru
         picture_dir=opt.save_dir if pictures else None, sinks=sinks,
     )  # fmt: skip
     log_scores(result.scores, names, per_class=(opt.verbose or data.nc < 50) and data.nc > 1)
-    inference, nms, total, height, width, batch_size = result.times
-    logger.info("Speed: %.1f/%.1f/%.1f ms inference/NMS/total per %gx%g image at batch-size %g",
-                inference, nms, total, width, height, batch_size)  # fmt: skip
+    result.times = (*result.times, image_size, image_size, opt.batch_size)
+    logger.info("Speed: %.1f/%.1f/%.1f ms inference/NMS/total per %gx%g image at batch-size %g", *result.times)
     if coco_results:
         path = Path(opt.save_dir) / f"{Path(weights[0]).stem}_predictions.json"
         coco_results.write(path)
@@ -200,7 +211,8 @@ def score(opt, weights, data, *, image_size, conf_thres, iou_thres, pictures=Tru
 def score_checkpoint(path, data, train_opt, image_size, iou_thres):
     """Score a checkpoint of a run that has just ended, with a COCO json beside its results and no pictures."""
     opt = test_parser().parse_args(["--device", train_opt.device, "--batch-size", str(train_opt.batch_size * 2)])
-    opt.save_dir, opt.single_cls, opt.v5_metric = train_opt.save_dir, train_opt.single_cls, train_opt.v5_metric
+    opt.data, opt.save_dir = train_opt.data, train_opt.save_dir
+    opt.single_cls, opt.v5_metric = train_opt.single_cls, train_opt.v5_metric
     return score(opt, [str(path)], data, image_size=image_size, conf_thres=0.001, iou_thres=iou_thres,
                  pictures=False, save_json=True)  # fmt: skip
 
@@ -212,8 +224,6 @@ def log_official_scores(coco_results, path):
     except ValueError as error:
         logger.warning("%s is written, but has no official COCO score: %s", path, error)
         return None
-    if official:
-        logger.info("COCO: %s", ", ".join(f"{name} {value:.3f}" for name, value in official._asdict().items()))
     return official
 
 
@@ -227,6 +237,7 @@ def save_class_ap(scores, names, path):
 
 def main(opt):
     """The tasks of the command line: score one split; `speed`: time each of the weights; `study`: many image sizes."""
+    check_test_options(opt)
     opt.data = check_file(opt.data)
     split = opt.task if opt.task in ("train", "val", "test") else "val"
     data = load_data_yaml(opt.data, opt.single_cls, needed=(split,))
@@ -249,6 +260,8 @@ def study(opt, data, thresholds):
     files = []
     for weights in opt.weights:
         path = Path(opt.save_dir) / f"study_{Path(opt.data).stem}_{Path(weights).stem}.txt"
+        if path in files:  # two best.pt
+            path = path.with_stem(f"{path.stem}_{len(files) + 1}")
         rows = []
         for image_size in range(256, 1536 + 128, 128):
             logger.info("Study: %s at %d px", weights, image_size)

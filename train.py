@@ -74,12 +74,14 @@ def train(hyp, opt, data, device, ranks):
     scheduler = LambdaLR(optimizer, optim.lr_factor(opt.epochs, hyp["lrf"], opt.linear_lr))
     training = Training(model, hyp, opt.total_batch_size, optimizer, scheduler, ModelEMA(model))
     progress = training.restore(stored, opt.epochs, data.nc)
+    if progress.epochs != opt.epochs:  # the schedule ends where the run ends
+        scheduler.lr_lambdas = [optim.lr_factor(progress.epochs, hyp["lrf"], opt.linear_lr)] * 3
     report, checkpoints = open_records(opt, hyp, data, ranks, progress)
 
     loaders = open_loaders(opt, hyp, data, max(int(model.stride.max()), 32), ranks, progress.start_epoch)
     if not opt.resume:
         report.labels(loaders.dataset.labels)
-        if not opt.noautoanchor:
+        if ranks.is_main and not opt.noautoanchor:  # the other processes receive the anchors with the weights
             check_anchors(loaders.dataset, model, thr=hyp["anchor_t"], imgsz=loaders.image_size)
             training.ema.copy_anchors(model)
         model.half().float()  # stock behaviour: a fresh run starts from weights rounded to half precision
@@ -94,7 +96,7 @@ def train(hyp, opt, data, device, ranks):
         optim.warn_if_warmup_outlasts(num_warmup, hyp["warmup_epochs"], progress.epochs, num_batches)
     training_loss, validation_loss = build_losses(model)
     loss_factor = ranks.world_size * (4 if opt.quad else 1)
-    called = dist.data_parallel(model, device, ranks, opt.sync_bn)
+    called = dist.data_parallel(model, device, ranks, opt.device, opt.sync_bn)
     training.start(called, training_loss, loss_factor, progress.start_epoch, num_warmup)
     validate = partial(validate_ema, training.ema, loaders.val, data, validation_loss, opt, device)
 
@@ -112,7 +114,7 @@ def train(hyp, opt, data, device, ranks):
     hours = (time.time() - started) / 3600
     logger.info("%d epochs completed in %.3f hours", progress.epochs - progress.start_epoch, hours)
     for path in checkpoints.written() if data.is_coco and data.nc == 80 else ():
-        score_checkpoint(path, data, opt, loaders.image_size, iou_thres=0.7)
+        score_checkpoint(path, data, opt, loaders.val.dataset.img_size, iou_thres=0.7)
     checkpoints.strip(rebuild)
     return progress.results
 
@@ -214,7 +216,8 @@ def choose_images(epoch, opt, loaders, class_weights, maps, ranks, device):
     """Before an epoch: draw its images (--image-weights), shuffle anew among the processes of a distributed run."""
     seed_epoch(opt.seed, epoch)
     if opt.image_weights:
-        indices = draw_image_indices(loaders.dataset.labels, class_weights.cpu(), maps)
+        labels = loaders.dataset.labels
+        indices = draw_image_indices(labels, class_weights.cpu(), maps) if ranks.is_main else [0] * len(labels)
         loaders.dataset.indices = dist.broadcast_indices(indices, ranks.rank, device)
     if ranks.is_distributed:
         loaders.train.sampler.set_epoch(epoch)

@@ -1,5 +1,8 @@
 """Models from checkpoint files, under the import path that other tools expect."""
 
+import logging
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
@@ -24,7 +27,8 @@ def rebuild(stored, source="checkpoint"):
             f"{source} holds only tensors and no model yaml: train from it with --cfg, then use that result"
         )
     try:
-        with torch.random.fork_rng(devices=[]):  # building draws initial weights, which are overwritten
+        # building draws initial weights, which are overwritten, and lists the layers, which is old news
+        with torch.random.fork_rng(devices=[]), _quiet(logging.getLogger("models")):
             model = Model(dict(stored.yaml))
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
@@ -34,6 +38,17 @@ def rebuild(stored, source="checkpoint"):
     for name, value in stored.attributes.items():
         setattr(model, name, value)
     return model.eval()
+
+
+@contextmanager
+def _quiet(logger):
+    """Only warnings from `logger` and below."""
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def attempt_load(weights, map_location=None):

@@ -58,11 +58,18 @@ def test_the_path_key(here, base):
     assert Path(data.val).resolve() == here / "ds/images/val"
 
 
-def test_the_path_key_counts_from_the_yaml_then_from_here_then_not_at_all(here):
+def test_the_path_key_counts_from_the_yaml_then_from_here_then_not_at_all(here, caplog):
     text = "path: ds\ntrain: a\nval: b\ntest: c\n" + NAMES
     file = write(here.parent / "elsewhere/data.yaml", text, "ds/a", "../here/ds/a", "../here/ds/b", "../here/c")
     data = load_data_yaml(file)
     assert (data.train, data.val, data.test) == (str(file.parent / "ds/a"), "ds/b", "c")
+    assert [record.getMessage() for record in caplog.records] == [f"{file}: test: not found below path ds, c is used"]
+
+
+def test_the_path_key_is_one_folder(here):
+    write(here / "data.yaml", "path: [ds]\n" + SPLITS + NAMES, "ds/images/train", "ds/images/val")
+    with pytest.raises(ValueError, match="path must be one folder, found"):
+        load_data_yaml("data.yaml")
 
 
 def test_roboflow_paths(here):
@@ -76,16 +83,20 @@ def test_windows_paths_and_the_home_folder(here, monkeypatch):
     write(here / "data.yaml", "train: ds\\images\nval: ~/ds/images\n" + NAMES, "ds/images")
     data = load_data_yaml("data.yaml")
     assert (data.train, data.val) == ("ds/images", str(here / "ds/images"))
+    write(here / "data.yaml", "path: .\\ds\\\ntrain: a\\b\nval: a/b\n" + NAMES, "ds/a/b")
+    data = load_data_yaml("data.yaml")
+    assert Path(data.train).resolve() == Path(data.val).resolve() == here / "ds/a/b"
 
 
 def test_a_missing_place_is_an_error_that_lists_where_it_was_sought(here):
-    text = "path: base\ntrain: ../a\nval: b\ndownload: touch ran\n" + NAMES
+    text = "path: base\ntrain: ../a\nval: b\ndownload: |\n  touch ran\n  ls\n" + NAMES
     file = write(here.parent / "elsewhere/data.yaml", text)
     with pytest.raises(ValueError, match=r"data.yaml: train: ../a does not exist. Tried: ") as error:
         load_data_yaml(file)
     for place in ("elsewhere/a", "here/a", "a"):
         assert f"{here.parent / place}" in str(error.value)
-    assert "never run here; fetch the data yourself: touch ran" in str(error.value)
+    assert "never run here; fetch the data yourself: touch ran\\nls" in str(error.value)
+    assert str(error.value).count(f"{here.parent / 'here/a'}, ") == 1
     assert not list(here.parent.rglob("ran"))
 
 
@@ -182,9 +193,9 @@ def test_names_that_yaml_does_not_read_as_text(here, caplog):
     [
         (b"train: a\nnames: [red\nval: b\n", r"data.yaml:3: not valid yaml"),
         (b"train: a\n\tval: b\n", r"data.yaml:2: not valid yaml"),
-        (b"a: 1\nnames: [caf\xe9]\n", r"data.yaml:2: not valid yaml"),
+        (b"a: 1\nnames: [caf\xe9]\n", r"data.yaml:2: not valid yaml: .*; save the file as UTF-8 text"),
         (b"a: !!python/object/apply:os.system ['touch ran']\n", r"data.yaml:1: not valid yaml"),
-        (b"", "expected `key: value` lines, found NoneType"),
+        (b"", "expected `key: value` lines, found nothing, the file is empty"),
         (b"- a\n- b\n", "found list"),
     ],
 )

@@ -57,6 +57,16 @@ def test_increment_path_exist_ok_keeps_the_folder(tmp_path):
     assert (first / "file").exists()
 
 
+def test_increment_path_where_no_folder_can_be(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    for path, exist_ok in (("file/exp", False), ("file/exp", True), ("file", True)):
+        with pytest.raises(ValueError, match=r"file.* cannot be made \(.*choose another --project"):
+            files.increment_path(tmp_path / path, exist_ok)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # as for a folder of somebody else
+    with pytest.raises(ValueError, match="exp cannot be written to"):
+        files.increment_path(tmp_path / "exp", exist_ok=True)
+
+
 def test_increment_path_gives_every_run_its_own_folder(tmp_path):
     made, start = [], threading.Barrier(8)
 
@@ -117,6 +127,11 @@ def test_read_text_of_odd_bytes(tmp_path):
     file.write_bytes(b"caf\xe9.jpg")
     assert os.fsencode(files.read_text(file)) == b"caf\xe9.jpg"
     assert files.printable(files.read_text(file)) == "caf\\udce9.jpg"
+
+
+def test_printable_is_one_line_of_visible_characters():
+    assert files.printable(Path("ü 日/a'\\b")) == "ü 日/a'\\b"
+    assert files.printable("a\nb\x1b[31m\u00a0c\u2028") == "a\\nb\\x1b[31m\\xa0c\\u2028"
 
 
 def test_split_lines_ends_lines_only_where_lines_end():

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,28 @@ def test_folders_are_searched_and_sorted_by_code_points(tmp_path, monkeypatch):
     expected = ["B.png", "b/a10.jpg", "b/a2.JPG", "link/a10.jpg", "link/a2.JPG", "x.dng", "ä.webp"]
     assert expand_paths("set [1] *") == [f"set [1] */{name}" for name in expected]
     assert expand_paths("./set [1] */") == expand_paths(Path("set [1] *"))
+
+
+def test_pictures_of_other_formats_are_named(tmp_path):
+    touch(tmp_path, "a.jpg", "b.GIF", ".c.gif", "d.zip")
+    paths, notes = find_images(tmp_path)
+    assert paths == [str(tmp_path / "a.jpg")]
+    assert [(note.effect, note.place) for note in notes] == [("file ignored", str(tmp_path / "b.GIF"))]
+
+
+def test_folders_that_cannot_be_read_are_named(tmp_path, monkeypatch):
+    touch(tmp_path, "a.jpg", "locked/b.jpg")
+    scandir = os.scandir
+
+    def refuse(folder):
+        if str(folder).endswith("locked"):
+            raise PermissionError(13, "Permission denied", folder)
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", refuse)  # modes do not stop root
+    paths, notes = find_images(tmp_path)
+    assert paths == [str(tmp_path / "a.jpg")]
+    assert [note[1:] for note in notes] == [("folder cannot be read (Permission denied)", str(tmp_path / "locked"))]
 
 
 def test_list_files(tmp_path, monkeypatch):
@@ -80,6 +103,9 @@ def test_paths_that_lead_nowhere(tmp_path):
         expand_paths(str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match="no images in .*suffixes: bmp"):
         expand_paths(tmp_path)
+    touch(tmp_path / "one", "a.jpg")
+    with pytest.raises(ValueError, match="a.jpg is one image; a folder of images or a list"):
+        expand_paths(tmp_path / "one/a.jpg")
     (tmp_path / "list.txt").write_text("gone.jpg")
     with pytest.raises(ValueError, match=r"no images in .*list.txt:1 gone.jpg: no such file"):
         expand_paths(tmp_path / "list.txt")

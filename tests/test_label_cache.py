@@ -51,6 +51,14 @@ def test_the_cache_of_a_set_without_any_label(tmp_path, scans):
     assert len(scans) == 2
 
 
+def rewrite_secretly(file, text):
+    """Replace the content of `file` by one of the same size, and set its modification time back."""
+    before = file.stat()
+    file.write_text(text)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
 def test_every_change_makes_a_new_scan(tmp_path, scans):
     folder = make_dataset(tmp_path, {"a": BOX, "b": BOX, "c": None})
     (tmp_path / "list.txt").write_text("./images/train/a.jpg\n./images/train/b.jpg")
@@ -66,6 +74,8 @@ def test_every_change_makes_a_new_scan(tmp_path, scans):
     label = tmp_path / "labels/train/a.txt"
     assert boxes_after(lambda: label.write_text("1" + BOX[1:])) == 2  # the same size
     assert scan_dataset(folder).labels[0][0, 0] == 1
+    assert boxes_after(lambda: rewrite_secretly(label, BOX)) == 2
+    assert scan_dataset(folder).labels[0][0, 0] == 0
     assert boxes_after(lambda: (tmp_path / "labels/train/c.txt").write_text(BOX)) == 3
     assert boxes_after(lambda: label.unlink()) == 2
     assert boxes_after(lambda: os.utime(tmp_path / "images/train/a.jpg", ns=(1, 1))) == 2

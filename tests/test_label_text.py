@@ -62,7 +62,7 @@ def test_a_triangle_is_a_polygon():
     [
         ("red 0.5 0.5 0.4 0.4", "class is text"),
         ("1.7 0.5 0.5 0.4 0.4", "class id is not a whole number"),
-        ("1e9 0.5 0.5 0.4 0.4", "class id is not a whole number"),
+        ("1e9 0.5 0.5 0.4 0.4", "class id is beyond 16777216"),
         ("nan 0.5 0.5 0.4 0.4", "NaN or infinite"),
         ("0 0.5 inf 0.4 0.4", "NaN or infinite"),
         ("0 0.5 x 0.4 0.4", "not a number"),

@@ -186,9 +186,7 @@ def test_evolution_picture_and_its_columns(tmp_path):
         plots.plot_evolution(tmp_path / "evolve.txt", ["lr0", "lrf", "box"], tmp_path)
 
 
-def test_schedule_and_study_pictures(tmp_path):
-    assert size_of(plots.plot_lr_scheduler([0.1, 0.05, np.nan], tmp_path))
-    assert size_of(plots.plot_lr_scheduler(np.ones((3, 3)), tmp_path))
+def test_study_picture(tmp_path):
     np.savetxt(tmp_path / "study_coco_tiny.txt", np.random.default_rng(0).random((3, 13)))
     assert size_of(plots.plot_study([tmp_path / "study_coco_tiny.txt"], tmp_path / "study.png"))
 

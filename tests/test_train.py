@@ -225,6 +225,27 @@ def test_finished_run_resumes_only_for_more_epochs(tmp_path, no_pictures):
     assert again == moved and read_results(moved / "results.txt")[:, 0].tolist() == [0, 1, 2, 3]
 
 
+def test_schedule_follows_a_run_that_is_extended_by_its_weights(tmp_path, no_pictures):
+    full = small_run.run(tmp_path, "--linear-lr", "--epochs", "5", hyp={"warmup_min_iters": 1})
+    weights = str(full / "weights" / "last_full.pt")
+    longer = small_run.run_line(
+        small_run.arguments(tmp_path, "--linear-lr", "--epochs", "4", "--weights", weights, hyp={"warmup_min_iters": 1})
+    )
+    rates = [float(line.split(",")[11]) for line in (longer / "results.csv").read_text().splitlines()[1:]]
+    assert len(rates) == 3 and min(rates) > 0
+
+
+def test_search_over_real_generations(tmp_path, monkeypatch):
+    line = small_run.arguments(tmp_path, "--evolve", "3", "--epochs", "1")
+    line.remove("--noautoanchor")
+    monkeypatch.setattr("sys.argv", ["train.py", *line])
+    train.main(train.train_parser().parse_args(line))
+    folder = tmp_path / "runs" / "evolve"
+    assert len((folder / "evolve.txt").read_text().splitlines()) == 4
+    assert {"hyp_evolved.yaml", "evolve.png"} <= {path.name for path in folder.iterdir()}
+    assert not (folder / "weights").exists()
+
+
 # ---- data that is hard to train on ---------------------------------------------------------------------------------
 
 

@@ -31,7 +31,10 @@ def run(main, opt):
 
 
 def _refuse(error):
-    print(f"error: {error}", file=sys.stderr, flush=True)
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    # the loader sends the whole traceback of a worker as text; its last line is the sentence
+    text = lines[-1].removeprefix("ValueError: ") if "Original Traceback" in str(error) else "\n".join(lines)
+    print(f"error: {text}", file=sys.stderr, flush=True)
     return 2
 
 

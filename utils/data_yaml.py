@@ -66,7 +66,8 @@ def read_yaml(path):
     except yaml.YAMLError as error:
         raise ValueError(f"{printable(path)}:{_line_of(error, text)}: not valid yaml: {_problem(error)}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{printable(path)}: expected `key: value` lines, found {type(content).__name__}")
+        found = "nothing, the file is empty" if content is None else type(content).__name__
+        raise ValueError(f"{printable(path)}: expected `key: value` lines, found {found}")
     return content
 
 
@@ -76,7 +77,9 @@ def _line_of(error, text):
 
 
 def _problem(error):
-    return getattr(error, "problem", None) or getattr(error, "reason", None) or error
+    if isinstance(error, yaml.reader.ReaderError):
+        return f"{error.reason}; save the file as UTF-8 text"
+    return getattr(error, "problem", None) or error
 
 
 def _classes(path, raw, single_cls):
@@ -131,34 +134,40 @@ def _resolve_key(path, raw, key, needed):
 def _resolve(path, raw, key, entry, needed):
     if not isinstance(entry, str):
         raise ValueError(f"{printable(path)}: {key} must be a path or a list of paths, found {entry!r}")
-    places = _places(Path(path).parent, raw.get("path"), entry.strip())
-    for place in places:
+    base = raw.get("path")
+    if isinstance(base, (list, dict)):
+        raise ValueError(f"{printable(path)}: path must be one folder, found {base!r}")
+    below_base, elsewhere = _places(Path(path).parent, base, entry.strip())
+    for place in (*below_base, *elsewhere):
         if os.path.exists(place):
+            if base and place not in below_base:
+                logger.warning("%s: %s: not found below path %s, %s is used", printable(path), key, base, place)
             return place
     if not needed:
         return entry
-    download = raw.get("download")
+    download = printable(str(raw.get("download") or "").strip())[:200]
     advice = (
-        f" The file has a download entry, which is never run here; fetch the data yourself: {str(download).strip()}"
+        f" The file has a download entry, which is never run here; fetch the data yourself: {download}"
         if download
         else ""
     )
-    raise ValueError(
-        f"{printable(path)}: {key}: {entry} does not exist. Tried: {', '.join(map(os.path.abspath, places))}.{advice}"
-    )
+    tried = dict.fromkeys(printable(os.path.abspath(place)) for place in (*below_base, *elsewhere))
+    raise ValueError(f"{printable(path)}: {key}: {printable(entry)} does not exist. Tried: {', '.join(tried)}.{advice}")
 
 
 def _places(yaml_folder, base, entry):
-    """Candidates for `entry` in the order that the top of this file gives, without repetitions."""
+    """Candidates for `entry` in the order that the top of this file gives: those below `base`, and all others."""
     entry = os.path.expanduser(entry)
-    candidates = []
-    for text in (entry, entry.replace("\\", "/")):  # the second for files made on Windows
+    base = os.path.expanduser(str(base).strip()) if base else None
+    below_base, elsewhere = [], []
+    for separator in ("\\", "/"):  # the second for files made on Windows
+        text = entry.replace("\\", separator)
         if base:
-            base = os.path.expanduser(str(base)).strip()
-            candidates += [os.path.join(yaml_folder, base, text), os.path.join(base, text)]
-        candidates += [text, os.path.join(yaml_folder, text)]
+            folder = base.replace("\\", separator)
+            below_base += [os.path.join(yaml_folder, folder, text), os.path.join(folder, text)]
+        elsewhere += [text, os.path.join(yaml_folder, text)]
         inside = text
         while inside.startswith("../"):
             inside = inside[3:]
-        candidates.append(os.path.join(yaml_folder, inside))
-    return list(dict.fromkeys(candidates))
+        elsewhere.append(os.path.join(yaml_folder, inside))
+    return below_base, elsewhere

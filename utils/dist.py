@@ -129,14 +129,14 @@ def init_seeds(seed=0):
     torch.backends.cudnn.benchmark = seed != 0
 
 
-def data_parallel(model, device, ranks, sync_bn=False):
-    """The model as training calls it: wrapped for one process a GPU (with a launcher), or for several visible GPUs."""
+def data_parallel(model, device, ranks, devices="", sync_bn=False):
+    """The model as training calls it: wrapped for one process a GPU (with a launcher), or for the list `devices`."""
     on_gpu = device.type == "cuda"
     if ranks.is_distributed:
         if sync_bn and on_gpu:
             model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).to(device)
         return torch.nn.parallel.DistributedDataParallel(model, device_ids=[device] if on_gpu else None)
-    if on_gpu and torch.cuda.device_count() > 1:
+    if on_gpu and "," in str(devices):
         logger.warning("several GPUs in one process are slow: start with torchrun --nproc_per_node N train.py ...")
         return torch.nn.DataParallel(model)
     return model

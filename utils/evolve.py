@@ -9,6 +9,7 @@ import yaml
 
 from utils.files import atomic_write
 from utils.metrics import fitness
+from utils.plots import plot_evolution
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +53,9 @@ LIMITS = {
 def evolve(train, hyp, save_dir, generations):
     """Run `generations` trainings; `train(hyp) -> 7 results`. Returns the best hyper-parameters found.
 
-    Writes save_dir/evolve.txt (one row a generation, best first: 7 results, then the searched values in the order of
-    their names in its first line) and save_dir/hyp_evolved.yaml. A generation that fails is recorded with fitness 0
-    and does not end the search. Continues from an evolve.txt that is there already. Raises ValueError when the very
+    Writes into save_dir: evolve.txt (one row a generation, best first: 7 results, then the searched values in the order
+    of their names in its first line), hyp_evolved.yaml and evolve.png. A generation that fails is recorded with fitness
+    0 and does not end the search. Continues from an evolve.txt that is there already. Raises ValueError when the very
     first generation, which trains with the user's own values, does: no later one could do better.
     """
     hyp = dict(hyp)
@@ -74,6 +75,7 @@ def evolve(train, hyp, save_dir, generations):
             results = (0.0,) * NUM_RESULTS
         add_row(table, rows, results, candidate, names)
         save_best(table, names, hyp, Path(save_dir) / "hyp_evolved.yaml")
+    plot_evolution(table, names, save_dir)
     return hyp | dict(zip(names, read_table(table, names)[0, NUM_RESULTS:].tolist(), strict=True))
 
 
@@ -115,7 +117,7 @@ def mutate(parent, names, probability=0.8, sigma=0.2):
     child = dict(parent)
     for name, factor in zip(names, factors, strict=True):
         _, low, high = LIMITS[name]
-        child[name] = round(min(max(float(parent[name]) * factor, low), high), 5)
+        child[name] = round(float(min(max(parent[name] * factor, low), high)), 5)
     return child
 
 

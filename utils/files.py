@@ -73,13 +73,23 @@ def increment_path(path, exist_ok=False):
     """Create and return the run folder `path`; when it is taken, `path` + the next number (2, 3, ...).
 
     The number is one more than the greatest in use. `mkdir` is the arbiter, so that two runs which start at the same
-    moment get two folders. With `exist_ok` the folder itself is used, new or not.
+    moment get two folders. With `exist_ok` the folder itself is used, new or not. ValueError when it cannot be made or
+    written to.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if exist_ok:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not exist_ok:
+            return _make_next_free(path)
         path.mkdir(exist_ok=True)
-        return path
+    except OSError as error:
+        raise ValueError(f"run folder {path} cannot be made ({error.strerror}); choose another --project") from error
+    if not os.access(path, os.W_OK):
+        raise ValueError(f"run folder {path} cannot be written to; choose another --project")
+    return path
+
+
+def _make_next_free(path):
     candidate = path
     while True:
         try:
@@ -146,5 +156,5 @@ def split_lines(text):
 
 
 def printable(path):
-    """`path` as text that any terminal or log file accepts; undecodable bytes are shown as \\udcXX."""
-    return str(path).encode("utf-8", "backslashreplace").decode("utf-8")
+    """`path` as one line that any terminal or log file accepts; line ends, odd blanks, undecodable bytes as escapes."""
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in str(path))

@@ -45,7 +45,7 @@ DEFAULTS = {
     "loss_ota": 1,
 }
 # Keys that a file may have beside these: anchors per level for a new head; our floor under the warm-up length.
-OPTIONAL = {"anchors": None, "warmup_min_iters": 1000, "label_smoothing": 0.0}
+OPTIONAL = ("anchors", "warmup_min_iters")
 
 
 def load_hyp(path):
@@ -56,7 +56,7 @@ def load_hyp(path):
     Raises ValueError when the file is no YAML mapping of numbers.
     """
     hyp = read_yaml(path)
-    for key in DEFAULTS | OPTIONAL:
+    for key in (*DEFAULTS, *OPTIONAL):
         if key in hyp:
             hyp[key] = _number(hyp[key], key, path)
 

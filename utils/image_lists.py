@@ -8,6 +8,10 @@ from utils.images import IMAGE_SUFFIXES
 from utils.label_text import Note
 
 LINE_IGNORED = "list entry ignored"
+FILE_IGNORED = "file ignored"
+MAX_SHOWN = 80  # characters of a list line in a message
+# Pictures that are not read here; other files (archives, annotations) beside the pictures are nobody's concern.
+OTHER_IMAGE_SUFFIXES = ("avif", "gif", "heic", "heif", "jfif", "jp2", "jpe", "pgm", "ppm", "tga")
 
 
 def expand_paths(path):
@@ -24,21 +28,23 @@ def img2label_paths(paths):
 
 
 def find_images(path):
-    """(sorted picture paths without repetition, notes about list lines that led nowhere) for `expand_paths`."""
+    """(sorted picture paths without repetition, notes about what was passed over) for `expand_paths`."""
     entries = path if isinstance(path, (list, tuple)) else [path]
     found, notes = [], []
     for entry in entries:
         entry = Path(entry)
         if entry.is_dir():
-            found += _images_below(str(entry))
+            below, remarks = _images_below(str(entry))
+        elif _is_image(entry.name) and entry.is_file():
+            raise ValueError(f"{printable(entry)} is one image; a folder of images or a list of image paths is needed")
         elif entry.is_file():
-            listed, remarks = _images_listed_in(entry)
-            found += listed
-            notes += remarks
+            below, remarks = _images_listed_in(entry)
         else:
             raise ValueError(
                 f"{printable(entry)} does not exist; a folder of images or a list of image paths is needed"
             )
+        found += below
+        notes += remarks
     unique = _without_repetitions(sorted(found), notes)
     if not unique:
         raise ValueError(
@@ -48,17 +54,28 @@ def find_images(path):
     return unique, notes
 
 
-def _is_image(name):
-    return "." in name and name.rpartition(".")[2].lower() in IMAGE_SUFFIXES
+def _is_image(name, suffixes=IMAGE_SUFFIXES):
+    return "." in name and name.rpartition(".")[2].lower() in suffixes
 
 
 def _images_below(folder):
-    """Pictures in `folder` and all folders below it, hidden ones left out; symbolic links to folders are followed."""
-    found = []
-    for root, folders, names in os.walk(folder, followlinks=True):
+    """(picture paths, notes) of `folder` and all folders below it.
+
+    Hidden ones are left out, symbolic links to folders are followed. The notes name pictures of other formats, and
+    folders that cannot be read.
+    """
+    found, notes = [], []
+
+    def note_unreadable(error):
+        notes.append(Note(FILE_IGNORED, f"folder cannot be read ({error.strerror})", printable(error.filename)))
+
+    for root, folders, names in os.walk(folder, onerror=note_unreadable, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".") and not _leads_back(root, name)]
-        found += [os.path.join(root, name) for name in names if _is_image(name) and not name.startswith(".")]
-    return found
+        names = [name for name in names if not name.startswith(".")]
+        found += [os.path.join(root, name) for name in names if _is_image(name)]
+        others = [os.path.join(root, name) for name in names if _is_image(name, OTHER_IMAGE_SUFFIXES)]
+        notes += [Note(FILE_IGNORED, "image suffix not supported", printable(file)) for file in others]
+    return found, notes
 
 
 def _leads_back(root, name):
@@ -80,7 +97,7 @@ def _images_listed_in(list_file):
             found.append(path)
         elif not line.startswith("#"):
             reason = "not an image suffix" if path else "no such file, neither beside the list nor from here"
-            notes.append(Note(LINE_IGNORED, reason, f"{printable(list_file)}:{number} {printable(line)}"))
+            notes.append(Note(LINE_IGNORED, reason, f"{printable(list_file)}:{number} {printable(line)[:MAX_SHOWN]}"))
     return found, notes
 
 

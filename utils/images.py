@@ -14,6 +14,7 @@ How other sample types become 8-bit BGR:
 
 import io
 import os
+import stat
 import struct
 from pathlib import Path
 
@@ -72,17 +73,25 @@ def image_size(path):
             with Image.open(file) as image:
                 return _upright(*image.size, _orientation(image, file))
     except Exception as error:  # Pillow answers broken files with nearly every exception class there is
-        raise ValueError(f"{printable(path)}: not a readable image ({error})") from error
+        raise ValueError(f"{printable(path)}: not a readable image{_detail(error)}") from error
+
+
+def _detail(error):
+    """What Pillow says, except where that is only the name of a Python object."""
+    return "" if isinstance(error, Image.UnidentifiedImageError) else f" ({error})"
 
 
 def verify_image(path):
     """(width, height) like `image_size`, after making sure that the whole picture is there and can be used.
 
     Raises ValueError with the reason, without the path: empty or unreadable file, content that is not one of
-    READABLE_FORMATS, a side below MIN_SIDE, truncated data. A JPEG is truncated when its end marker is missing; that
-    is seen without decoding. Other formats are decoded. Nothing is printed and nothing on disk is changed.
+    READABLE_FORMATS, a side below MIN_SIDE, truncated data. A JPEG is truncated when its end marker is missing, because
+    decoders make up the rest. All pictures are decoded, a JPEG at an eighth of its size, which saves time. Nothing is
+    printed and nothing on disk is changed.
     """
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # to open a pipe would wait for ever
+            raise ValueError("cannot be opened (not a file)")
         with Path(path).open("rb") as file:
             size = _verify_open_file(path, file)
     except OSError as error:
@@ -108,12 +117,10 @@ def _verify_open_file(path, file):
         raise ValueError(f"broken header ({error})" if known else "not an image") from error
     if image.format not in READABLE_FORMATS:
         raise ValueError(f"content is {image.format}, which is not supported")
-    if image.format not in ("JPEG", "MPO"):
-        _decode_with_pillow(path)
-        return image_size(path)
-    if not _jpeg_is_complete(file):
+    if image.format in ("JPEG", "MPO") and not _jpeg_is_complete(file):
         raise ValueError("truncated JPEG (no end marker)")
-    return _upright(*image.size, _orientation(image, file))
+    _decode_with_pillow(path)
+    return image_size(path)
 
 
 def _decode_with_pillow(path):
@@ -123,6 +130,7 @@ def _decode_with_pillow(path):
             if image.format == "PNG":
                 image.verify()
         with Image.open(path) as image:
+            image.draft(None, (image.width // 8, image.height // 8))  # means something for JPEG only
             image.load()
     except Exception as error:  # see image_size
         raise ValueError(f"truncated or broken ({error})") from error
@@ -240,7 +248,7 @@ def _read_with_pillow(path, data):
                 return _three_channels(to_8bit(np.asarray(image)))
             return np.asarray(image.convert("RGB"))[..., ::-1]
     except Exception as error:  # see image_size
-        raise ValueError(f"{printable(path)}: not a readable image ({error})") from error
+        raise ValueError(f"{printable(path)}: not a readable image{_detail(error)}") from error
 
 
 def to_8bit(samples):

@@ -1,7 +1,8 @@
 """The label cache: what a scan found, in one NumPy archive without pickled objects, so that loading it runs no code.
 
-A cache is used only if its signature equals that of the present files: format version, every path in order, size and
-modification time of every image and label. Anything else about it that is wrong means a new scan, never an error.
+A cache is used only if its signature equals that of the present files: format version, every path in order, size,
+modification time, and change time (which no program can set back) of every image and label. Anything else about it that
+is wrong means a new scan, never an error.
 """
 
 import hashlib
@@ -18,7 +19,7 @@ from utils.label_text import Finding
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1  # raise it whenever the content of the archive or the rules of the scan change
-ABSENT = (-1, -1)
+ABSENT = (-1, -1, -1)
 
 
 def cache_location(path, label_files):
@@ -38,16 +39,16 @@ def signature(img_files, label_files):
     digest = hashlib.sha256(f"version {FORMAT_VERSION}\n".encode())
     for file in (*img_files, *label_files):
         digest.update(os.fsencode(file))
-        digest.update(" {} {}\n".format(*_size_and_time(file)).encode())
+        digest.update(" {} {} {}\n".format(*_size_and_times(file)).encode())
     return digest.hexdigest()
 
 
-def _size_and_time(file):
+def _size_and_times(file):
     try:
         status = os.stat(file)
     except OSError:
         return ABSENT
-    return status.st_size, status.st_mtime_ns
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def load_cache(file, expected_signature):

@@ -103,8 +103,10 @@ def _tokens(line):
 def _parse_row(tokens):
     """(row [5, float32], points [m x 2, float32], remarks [(effect, reason), ...]); ValueError(reason, detail)."""
     class_id, *coordinates = _numbers(tokens)
-    if not class_id.is_integer() or abs(class_id) >= CLASS_LIMIT:
+    if not class_id.is_integer():
         raise ValueError("class id is not a whole number", tokens[0])
+    if abs(class_id) >= CLASS_LIMIT:
+        raise ValueError(f"class id is beyond {CLASS_LIMIT}", tokens[0])
     if len(coordinates) < 4:
         raise ValueError("fewer than 5 numbers", f"({len(tokens)})")
     remarks = []

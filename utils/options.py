@@ -7,6 +7,7 @@ from pathlib import Path
 import yaml
 
 from utils.data_yaml import read_yaml
+from utils.files import atomic_write
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +136,16 @@ def check_train_options(opt):
     opt.img_size = [opt.img_size[0], opt.img_size[-1]]
 
 
+def check_test_options(opt):
+    """Raise ValueError for a value that no test could use."""
+    for name in ("img_size", "batch_size"):
+        if getattr(opt, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(opt, name)} has to be at least 1")
+    for name in ("conf_thres", "iou_thres"):
+        if not 0 <= getattr(opt, name) <= 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(opt, name)} has to lie between 0 and 1")
+
+
 def round_up(size, stride):
     """The smallest multiple of `stride` that is not below `size` (pixels); a change is a warning."""
     rounded = -(-size // stride) * stride
@@ -155,7 +166,8 @@ def warn_about_idle_options(opt):
 def save_options(opt, path):
     """Write the options as opt.yaml: plain values, sorted as they were parsed."""
     values = {key: str(value) if isinstance(value, Path) else value for key, value in vars(opt).items()}
-    Path(path).write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    with atomic_write(path, "w") as file:
+        yaml.safe_dump(values, file, sort_keys=False)
 
 
 def load_options(path):

@@ -22,7 +22,6 @@ __all__ = [
     "plot_evolution",
     "plot_images",
     "plot_labels",
-    "plot_lr_scheduler",
     "plot_results",
     "plot_study",
     "read_results",
@@ -179,21 +178,6 @@ def _mark_best(ax, epochs, values, colour):
         best = int(np.nanargmax(values))
         ring = {"marker": "o", "markersize": 8, "markerfacecolor": "none", "linestyle": "none"}
         ax.plot(epochs[best], values[best], color=colour, label=f"best {values[best]:.3f}", **ring)
-
-
-def plot_lr_scheduler(lrs, save_dir):
-    """Learning rates [epochs] or [epochs x groups] as LR.png."""
-    lrs = np.asarray(lrs, dtype=np.float64)
-    figure, (ax,) = _new_figure(size=(7, 4))
-    for index, group in enumerate(lrs.reshape(len(lrs), -1).T):
-        ax.plot(group, color=PALETTE[index % len(PALETTE)], linewidth=1.6, label=f"group {index}")
-    ax.set_xlabel("epoch")
-    ax.set_ylabel("learning rate")
-    ax.set_ylim(bottom=0)
-    _whole_numbers(ax.xaxis)
-    if lrs.ndim > 1 and lrs.shape[1] > 1:
-        ax.legend(frameon=False, fontsize=8)
-    return _save(figure, Path(save_dir) / "LR.png")
 
 
 # ---- the quality of a model ----------------------------------------------------------------------------------------

@@ -2,9 +2,11 @@
 
 import logging
 import os
+from argparse import Namespace
 from pathlib import Path
 
 from utils.checkpoint import full_state_path, read_checkpoint
+from utils.data_yaml import read_yaml
 from utils.files import check_file, increment_path
 from utils.options import (
     check_train_options,
@@ -39,6 +41,8 @@ def prepare_train_options(opt, ranks):
         opt.data, opt.hyp = (str(check_file(path)) for path in (opt.data, opt.hyp))
         opt.cfg = str(check_file(opt.cfg)) if opt.cfg else ""
         opt.save_dir = ""
+        if opt.evolve:  # a search wants one score a run, and no files
+            opt.notest = opt.nosave = True
     if opt.evolve and ranks.is_distributed:
         raise ValueError("--evolve runs in a single process; start it without a launcher")
     warn_about_idle_options(opt)
@@ -50,8 +54,14 @@ def prepare_train_options(opt, ranks):
 
 
 def open_run_folder(opt, ranks):
-    """Choose and make the folder of a new run, in the main process; call it when all input has been found good."""
-    if ranks.is_main and not opt.save_dir:
+    """Choose and make the folder of a new run, in the main process; call it when all input has been found good.
+
+    A resumed run notes its new number of epochs in opt.yaml, so that a further --resume knows it.
+    """
+    if ranks.is_main and opt.resume:
+        path = Path(opt.save_dir) / "opt.yaml"
+        save_options(Namespace(**read_yaml(path) | {"epochs": opt.epochs}), path)
+    elif ranks.is_main:
         name = "evolve" if opt.evolve else opt.name
         opt.save_dir = str(increment_path(Path(opt.project) / name, exist_ok=opt.exist_ok or bool(opt.evolve)))
 
@@ -77,8 +87,6 @@ def resumed_options(opt):
         raise NothingToDo(f"{last} is finished and holds no training state: start a new run with --weights {last}")
     if checkpoint.epoch + 1 >= old.epochs:
         raise NothingToDo(f"{run} has finished its {old.epochs} epochs; --resume with a larger --epochs goes on")
-    if "epochs" in typed:
-        save_options(old, run / "opt.yaml")  # so that a further --resume knows the new end
     old.cfg, old.weights, old.resume, old.save_dir = "", str(last), True, str(run)
     old.data = str(check_file(old.data))
     old.hyp = old.hyp if Path(old.hyp).is_file() else str(run / "hyp.yaml")

@@ -143,8 +143,12 @@ def _layout(groups):
 def freeze_layers(model, layers):
     """Stop training the parameters of `layers`: [n] means the first n, a longer list those layers.
 
-    stock behaviour: the running statistics of their BatchNorm still move. Raises ValueError when nothing is left.
+    stock behaviour: the running statistics of their BatchNorm still move. Raises ValueError when there is no such
+    layer or none is left.
     """
+    num_layers = len(model.model)
+    if not 0 <= min(layers) <= max(layers) <= num_layers - (len(layers) > 1):
+        raise ValueError(f"--freeze {' '.join(map(str, layers))}: the model has the layers 0 to {num_layers - 1}")
     frozen = [f"model.{i}." for i in (layers if len(layers) > 1 else range(layers[0]))]
     for name, parameter in model.named_parameters():
         parameter.requires_grad = not any(prefix in name for prefix in frozen)

@@ -1,0 +1,103 @@
+"""test.py: scores agree with training's own validation, files, tasks, and what it refuses."""
+
+import json
+
+import cv2
+import numpy as np
+import pytest
+
+import test as program
+from tests import small_run
+from utils.options import test_parser as build_parser
+from utils.plots import read_results
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Run folder of a short training; its data lies two folders up."""
+    folder = tmp_path_factory.mktemp("trained")
+    return small_run.run(folder, "--epochs", "3", hyp={"warmup_min_iters": 1000, "lr0": 0.1}, num_images=6, num_empty=1)
+
+
+def score(trained, tmp_path, *flags, monkeypatch=None):
+    """Run the program; returns its output folder."""
+    data = trained.parent.parent / "data.yaml"
+    weights = trained / "weights" / "last.pt"
+    line = ["--weights", str(weights), "--data", str(data), "--img", "64", "--batch-size", "6", "--device", "cpu",
+            "--project", str(tmp_path), "--name", "out", *flags]  # fmt: skip
+    program.main(build_parser().parse_args(line))
+    return tmp_path / "out"
+
+
+def test_repeats_the_last_validation(trained, tmp_path, monkeypatch):
+    found = []
+    original = program.evaluate
+    monkeypatch.setattr(program, "evaluate", lambda *a, **kw: found.append(original(*a, **kw)) or found[-1])
+    score(trained, tmp_path, "--iou", "0.6")
+    last = read_results(trained / "results.txt")[-1]
+    # the stored weights are rounded to half precision, and the model is fused
+    np.testing.assert_allclose(found[0].results[:4], last[8:12], rtol=0.05, atol=2e-3)
+
+
+def test_files_of_detections(trained, tmp_path):
+    folder = score(trained, tmp_path, "--save-txt", "--save-conf", "--save-json", "--save-per-class-ap",
+                   str(tmp_path / "ap.json"), "--conf", "0.0001", "--verbose")  # fmt: skip
+    texts = sorted((folder / "labels").iterdir())
+    assert [path.stem for path in texts] == [f"{i:02d}" for i in range(6)]
+    rows = np.loadtxt(texts[0], ndmin=2)
+    assert rows.shape[1] == 6 and set(rows[:, 0]) <= {0, 1} and (rows[:, 1:] >= 0).all() and (rows[:, 1:] <= 1).all()
+    detections = json.loads((folder / "last_predictions.json").read_text())
+    assert set(detections[0]) == {"image_id", "category_id", "bbox", "score"}
+    assert sum(len(path.read_text().splitlines()) for path in texts) == len(detections)
+    assert set(json.loads((tmp_path / "ap.json").read_text())) == {"map50", "map", "per_class"}
+    assert (folder / "confusion_matrix.png").exists() and (folder / "test_batch0_pred.jpg").exists()
+
+
+def test_hybrid_labels_are_found(trained, tmp_path, caplog):
+    caplog.set_level("INFO")
+    score(trained, tmp_path, "--save-hybrid")
+    row = next(line for line in caplog.messages if line.split()[0] == "all")
+    assert float(row.split()[5]) > 0.9, "the labels themselves compete as certain detections"
+
+
+def test_study_writes_the_size_of_each_row(trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(program, "range", lambda *a: [32, 64], raising=False)
+    folder = score(trained, tmp_path, "--task", "study")
+    rows = np.loadtxt(folder / "study_data_last.txt")
+    assert rows.shape == (2, 13) and rows[:, 10:].tolist() == [[32, 32, 6], [64, 64, 6]]
+    assert (folder / "study.png").exists()
+
+
+@pytest.mark.parametrize("flags", [("--task", "speed"), ("--task", "train"), ("--augment",), ("--single-cls",)])
+def test_other_ways_to_score(trained, tmp_path, flags):
+    assert score(trained, tmp_path, *flags).is_dir()
+
+
+def test_several_weights_form_an_ensemble(trained, tmp_path):
+    weights = [str(trained / "weights" / name) for name in ("last.pt", "best.pt")]
+    assert score(trained, tmp_path, "--weights", *weights).is_dir()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--img", "0"), "--img-size 0"),
+        (("--batch-size", "0"), "--batch-size 0"),
+        (("--conf", "2"), "--conf-thres 2.0"),
+        (("--task", "test"), "test"),
+        (("--weights", "missing.pt"), "missing.pt"),
+    ],
+)
+def test_refused_input(trained, tmp_path, flags, message):
+    with pytest.raises(ValueError, match=message):
+        score(trained, tmp_path, *flags)
+
+
+def test_another_number_of_classes_is_refused(trained, tmp_path):
+    image = tmp_path / "images" / "a.png"
+    image.parent.mkdir()
+    cv2.imwrite(str(image), np.zeros((64, 64, 3), np.uint8))
+    other = tmp_path / "three.yaml"
+    other.write_text(f"val: {image.parent}\nnames: [a, b, c]\n")
+    with pytest.raises(ValueError, match=r"last\.pt detects 2 classes, but .*three\.yaml has 3"):
+        score(trained, tmp_path, "--data", str(other))
