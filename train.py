@@ -31,6 +31,7 @@ from utils.options import round_up, save_options, train_parser
 from utils.report import open_report
 from utils.runs import open_run_folder, prepare_train_options
 from utils.sampling import draw_image_indices, labels_to_class_weights
+from utils.seeding import seed_epoch
 from utils.training import Training, freeze_layers
 
 logger = logging.getLogger("train")
@@ -76,7 +77,7 @@ def train(hyp, opt, data, device, ranks):
         scheduler.lr_lambdas = [optim.lr_factor(progress.epochs, hyp["lrf"], opt.linear_lr)] * 3
     report, checkpoints = open_records(opt, hyp, data, ranks, progress)
 
-    loaders = open_loaders(opt, hyp, data, max(int(model.stride.max()), 32), ranks)
+    loaders = open_loaders(opt, hyp, data, max(int(model.stride.max()), 32), ranks, progress.start_epoch)
     if not opt.resume:
         report.labels(loaders.dataset.labels)
         if ranks.is_main and not opt.noautoanchor:  # the other processes receive the anchors with the weights
@@ -188,13 +189,14 @@ def open_records(opt, hyp, data, ranks, progress):
     return report, checkpoints
 
 
-def open_loaders(opt, hyp, data, stride, ranks):
+def open_loaders(opt, hyp, data, stride, ranks, first_epoch):
     """The Loaders of a run, with labels checked: ids within the classes, and at least one box to learn from."""
     image_size, test_size = (round_up(size, stride) for size in opt.img_size)
+    fast = fastpaths.loader_options(opt, first_epoch)
     train_loader, dataset = create_dataloader(
         data.train, image_size, opt.batch_size, stride, opt, hyp=hyp, augment=True, cache=opt.cache_images,
         rect=opt.rect, rank=ranks.rank, world_size=ranks.world_size, workers=opt.workers,
-        image_weights=opt.image_weights, quad=opt.quad, prefix="train: ",
+        image_weights=opt.image_weights, quad=opt.quad, prefix="train: ", **fast,
     )  # fmt: skip
     check_class_ids(dataset.labels, dataset.label_files, data.nc, data.names)
     if not opt.allow_background:
@@ -203,8 +205,8 @@ def open_loaders(opt, hyp, data, stride, ranks):
         return Loaders(train_loader, None, dataset, image_size)
     val_loader, val_set = create_dataloader(
         data.val, test_size, opt.test_batch_size or opt.batch_size * 2, stride, opt, hyp=hyp,
-        cache=opt.cache_images and not opt.notest, rect=True, pad=0.5, world_size=ranks.world_size,
-        workers=opt.workers, prefix="val: ",
+        cache=not opt.notest and opt.cache_images, rect=True, pad=0.5, world_size=ranks.world_size,
+        workers=opt.workers, prefix="val: ", **fast,
     )  # fmt: skip
     check_class_ids(val_set.labels, val_set.label_files, data.nc, data.names)
     return Loaders(train_loader, val_loader, dataset, image_size)
@@ -212,6 +214,7 @@ def open_loaders(opt, hyp, data, stride, ranks):
 
 def choose_images(epoch, opt, loaders, class_weights, maps, ranks, device):
     """Before an epoch: draw its images (--image-weights), shuffle anew among the processes of a distributed run."""
+    seed_epoch(opt.seed, epoch)
     if opt.image_weights:
         labels = loaders.dataset.labels
         indices = draw_image_indices(labels, class_weights.cpu(), maps) if ranks.is_main else [0] * len(labels)

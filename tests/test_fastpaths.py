@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from utils import fastpaths, feed, loss, loss_batched
+from utils.fast_loader import Settings
 from utils.options import check_train_options, train_parser
 
 CPU = torch.device("cpu")
@@ -22,17 +23,8 @@ def test_choice_is_frozen():
         fastpaths.REFERENCE.feed = None
 
 
-def test_flag_that_cannot_be_served_is_a_warning(caplog):
-    opt = train_parser().parse_args(["--fast-dataloader", "--worker-tensor"])
-    assert fastpaths.choose(opt, CPU) == fastpaths.REFERENCE
-    (record,) = caplog.records
-    message = record.getMessage()
-    assert record.levelname == "WARNING"
-    assert "--fast-dataloader --worker-tensor" in message and "--persistent-workers" not in message
-
-
-def test_every_announced_flag_exists():
-    assert set(fastpaths.ANNOUNCED) <= set(vars(train_parser().parse_args([])))
+def loader_options(*flags):
+    return fastpaths.loader_options(train_parser().parse_args(flags), first_epoch=3)
 
 
 def test_fast_loss_and_ota_last_choose_the_losses(caplog):
@@ -55,3 +47,30 @@ def test_on_a_gpu_the_fast_loss_gets_its_targets_on_the_host():
 def test_ota_last_has_to_be_positive():
     with pytest.raises(ValueError, match="--ota-last 0"):
         check_train_options(train_parser().parse_args(["--cfg", "c.yaml", "--ota-last", "0"]))
+
+
+def test_no_flag_means_the_reference_loader(caplog):
+    assert loader_options() == {} == loader_options("--loader-timeout", "5", "--workers", "2")
+    assert not caplog.records
+
+
+def test_fast_dataloader_is_both_loader_flags():
+    both = loader_options("--fast-dataloader")
+    assert both == loader_options("--persistent-workers", "--worker-tensor")
+    assert both["persistent_workers"] and both["worker_tensor"] and both["timeout"] == 300 and both["seed"] is None
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--persistent-workers",), ("--worker-tensor",), ("--seed", "0"), ("--prefetch-factor", "4"),
+     ("--micro-batch-size", "4")],
+    ids=" ".join,
+)  # fmt: skip
+def test_each_loader_flag_alone(flags):
+    name = flags[0].removeprefix("--").replace("-", "_")
+    options = loader_options(*flags)
+    assert options.pop(name) == (int(flags[1]) if len(flags) > 1 else True)
+    expected = {"persistent_workers": False, "worker_tensor": False, "micro_batch_size": 0, "prefetch_factor": None,
+                "timeout": 300, "seed": None, "first_epoch": 3}  # fmt: skip
+    assert options == {key: value for key, value in expected.items() if key != name}
+    Settings(**options)

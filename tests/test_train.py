@@ -128,7 +128,9 @@ def test_training_learns(tmp_path, no_pictures):
         ("--rect",), ("--multi-scale",), ("--image-weights",), ("--quad", "--batch-size", "4"), ("--adam",),
         ("--linear-lr",), ("--label-smoothing", "0.1"), ("--single-cls",), ("--freeze", "2"), ("--freeze", "0", "1"),
         ("--notest",), ("--nosave",), ("--sync-bn",), ("--cache-images",), ("--workers", "2"), ("--v5-metric",),
-        ("--test-batch-size", "2"), ("--fast-dataloader",), ("--img", "64", "96"),
+        ("--test-batch-size", "2"), ("--fast-dataloader",), ("--fast-dataloader", "--workers", "2"),
+        ("--seed", "7", "--workers", "2", "--worker-tensor", "--quad", "--batch-size", "4"),
+        ("--seed", "7", "--workers", "2", "--image-weights", "--fast-dataloader"), ("--img", "64", "96"),
     ],
     ids=" ".join,
 )  # fmt: skip

@@ -21,7 +21,10 @@ def run(main, opt):
         main(opt)
     except NothingToDo as message:
         logging.getLogger("run").info("%s", message)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
+        died = str(error).startswith("DataLoader worker")  # torch says so wherever the main process happens to be
+        if not isinstance(error, (ValueError, OSError)) and not died:
+            raise
         if os.environ.get("YOLOV7FAST_TRACEBACK") == "1":
             raise
         sys.exit(_refuse(error))

@@ -26,6 +26,8 @@ from utils.augment import (
 )
 from utils.boxes import xywhn2xyxy, xyxy2xywh
 from utils.dist import rank_zero_first
+from utils.fast_loader import Settings, build_loader
+from utils.image_cache import use_disk_cache
 from utils.inference_sources import LoadImages
 from utils.labels import img2label_paths, scan_dataset
 from utils.mosaic import load_image, load_mosaic, load_mosaic9, load_samples
@@ -76,9 +78,13 @@ def create_dataloader(
     image_weights=False,
     quad=False,
     prefix="",
+    persistent_workers=False,
+    worker_tensor=False,
+    **fast,
 ):
     """The (loader, dataset) for `path` (folder, list file, or list of those). `opt` needs only `.single_cls`.
 
+    `fast`: further fields of utils.fast_loader.Settings; with any of them, or a flag, that module makes the loader.
     stock behaviour: a single process (rank -1) takes the pictures in their order, without shuffling.
     """
     # OpenCV's own threads would compete with the workers, and do not survive the fork that makes them.
@@ -100,6 +106,12 @@ def create_dataloader(
         )
     batch_size = min(batch_size, len(dataset))
     workers = min(os.cpu_count() // world_size, batch_size if batch_size > 1 else 0, workers)
+    if persistent_workers or worker_tensor or fast:
+        settings = Settings(persistent_workers, worker_tensor, **fast)
+        return build_loader(
+            dataset, batch_size, workers, settings, rank=rank, world_size=world_size, image_weights=image_weights,
+            collate_fn=collate_fn, collate_fn4=collate_fn4 if quad else None,
+        ), dataset  # fmt: skip
     # Weighted indices change every epoch, so their workers must start anew; all others live for ever.
     loader_class = DataLoader if image_weights else InfiniteDataLoader
     loader = loader_class(
@@ -197,7 +209,9 @@ class LoadImagesAndLabels(Dataset):
             self._sort_by_aspect_ratio()
             self.batch_shapes = self._shapes_of_batches(pad)
         self.imgs, self.img_hw0, self.img_hw = [None] * self.n, [None] * self.n, [None] * self.n
-        if cache_images:
+        if cache_images == "disk":
+            use_disk_cache(self, prefix)
+        elif cache_images:
             self._cache_images(prefix)
 
     def _sort_by_aspect_ratio(self):

@@ -11,9 +11,6 @@ from utils import feed, loss, loss_batched
 
 logger = logging.getLogger(__name__)
 
-# Flags that the command line knows already, whose faster path is not there yet.
-ANNOUNCED = ("fast_dataloader", "persistent_workers", "worker_tensor")
-
 
 @dataclass(frozen=True)
 class Paths:
@@ -27,10 +24,7 @@ REFERENCE = Paths(feed=feed.plain, losses=loss.losses_by_epoch)
 
 
 def choose(opt, device):
-    """The paths of this run. Without flags they are REFERENCE; a flag that cannot be served here is a warning."""
-    asked = [f"--{name.replace('_', '-')}" for name in ANNOUNCED if getattr(opt, name)]
-    if asked:
-        logger.warning("%s: not available yet, the reference loader on %s is used", " ".join(asked), device)
+    """The paths of this run, without flags REFERENCE; what flags chose is logged."""
     paths, reasons = choose_losses(REFERENCE, opt, device)
     for row in [("seam", "chosen", "why"), *reasons] if reasons else ():
         logger.info("%-8s| %-40s| %s", *row)
@@ -50,3 +44,28 @@ def choose_losses(paths, opt, device):
         options["ota_last"] = opt.ota_last
         reasons.append(("losses", f"plain, OTA in the last {opt.ota_last} epochs", f"--ota-last {opt.ota_last}"))
     return (replace(paths, losses=partial(paths.losses, **options)) if options else paths), reasons
+
+
+def loader_options(opt, first_epoch=0):
+    """Keyword arguments of create_dataloader for the loader flags; none without a flag, which means the reference."""
+    asked = {
+        "persistent_workers": opt.persistent_workers or opt.fast_dataloader,
+        "worker_tensor": opt.worker_tensor or opt.fast_dataloader,
+        "micro_batch_size": opt.micro_batch_size,
+        "prefetch_factor": opt.prefetch_factor,
+    }
+    if not any(asked.values()) and opt.seed is None:
+        return {}
+    logger.info("loader: %s", loader_in_words(asked, opt))
+    return asked | {"timeout": opt.loader_timeout, "seed": opt.seed, "first_epoch": first_epoch}
+
+
+def loader_in_words(asked, opt):
+    """What the loader flags chose, for the log."""
+    if asked["worker_tensor"]:
+        kind = "micro-batches assembled by the workers in shared memory (--worker-tensor)"
+    elif asked["persistent_workers"]:
+        kind = "torch's, with workers that stay (--persistent-workers)"
+    else:
+        kind = "torch's"
+    return kind if opt.seed is None else f"{kind}; draws by seed, epoch and image (--seed {opt.seed})"

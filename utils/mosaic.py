@@ -5,6 +5,7 @@ those of which something shows. Draws never depend on pixels, so this changes no
 """
 
 import random
+from functools import lru_cache
 from typing import NamedTuple
 
 import cv2
@@ -42,6 +43,11 @@ def resized_shape(height, width, size):
     """
     gain = size / max(height, width)
     return max(int(height * gain), 1), max(int(width * gain), 1)
+
+
+@lru_cache(maxsize=1)
+def _reused_canvas(side):
+    return np.empty((side, side, 3), np.uint8)
 
 
 class Tile(NamedTuple):
@@ -101,14 +107,19 @@ class Mosaic:
         return self._paint((x1, y1, x2, y2))
 
     def painted(self, visible_area):
-        """The whole canvas, on which the pictures outside of `visible_area` (x1, y1, x2, y2) may be missing."""
-        return self._paint((0, 0, self.side, self.side), visible_area)
+        """The whole canvas, on which the pictures outside of `visible_area` (x1, y1, x2, y2) may be missing.
 
-    def _paint(self, area, visible_area=None):
+        It is valid until the next mosaic is painted: fresh memory would cost more than what is painted on it.
+        """
+        return self._paint((0, 0, self.side, self.side), visible_area, _reused_canvas(self.side))
+
+    def _paint(self, area, visible_area=None, canvas=None):
         left, top, right, bottom = area
         seen_x1, seen_y1, seen_x2, seen_y2 = visible_area or area
         origin_x, origin_y = self.window or (0, 0)
-        canvas = np.full((bottom - top, right - left, 3), GREY, np.uint8)
+        if canvas is None:
+            canvas = np.empty((bottom - top, right - left, 3), np.uint8)
+        canvas.fill(GREY)
         for tile in self.tiles:
             x, y = tile.x - origin_x, tile.y - origin_y
             if x < seen_x2 and y < seen_y2 and x + tile.width > seen_x1 and y + tile.height > seen_y1:

@@ -48,7 +48,8 @@ def train_parser():
     add = group.add_argument
     add("--device", default="", help="cpu, 0, or 0,1; empty: the first GPU, else the CPU")
     add("--workers", type=int, default=8, help="loader processes, at most")
-    add("--cache-images", action="store_true", help="keep the resized images in RAM")
+    add("--cache-images", nargs="?", const=True, default=False, choices=["ram", "disk"],
+        help="keep the resized images in RAM (default), or in one file that is mapped into memory")  # fmt: skip
     add("--sync-bn", action="store_true", help="batch statistics over all processes (with torchrun)")
     add("--local_rank", "--local-rank", type=int, default=-1, help="set by launchers")
 
@@ -57,6 +58,10 @@ def train_parser():
     add("--fast-dataloader", action="store_true", help="shortcut for --persistent-workers --worker-tensor")
     add("--persistent-workers", action="store_true", help="loader workers live across epochs (needs workers > 0)")
     add("--worker-tensor", action="store_true", help="workers assemble the batches; the main process copies nothing")
+    add("--micro-batch-size", type=int, default=0, help="samples in a worker's share under --worker-tensor; 0: chosen")
+    add("--prefetch-factor", type=int, default=None, help="batches (or micro-batches) that a worker prepares ahead")
+    add("--loader-timeout", type=int, default=300, help="seconds without a batch after which these loaders give up")
+    add("--seed", type=int, default=None, help="equal batches for any workers, flags, ranks and restarts; shuffles")
 
     add("--fast-loss", action="store_true", help="assignment and loss for the whole batch at once; equal values")
     add("--ota-last", type=int, default=None, metavar="N", help="OTA in the last N epochs only, the plain loss before")
@@ -121,7 +126,8 @@ def check_train_options(opt):
     """Raise ValueError for a value that no run could use; extend --img-size to (train, validation)."""
     if not opt.cfg and not opt.weights:
         raise ValueError("give --cfg (a model yaml) or --weights (a checkpoint): there is nothing to train")
-    lower_bounds = {"epochs": 1, "batch_size": 1, "workers": 0, "test_batch_size": 1, "evolve": 0, "ota_last": 1}
+    lower_bounds = {"epochs": 1, "batch_size": 1, "workers": 0, "test_batch_size": 1, "evolve": 0, "ota_last": 1,
+                    "micro_batch_size": 0, "prefetch_factor": 1, "loader_timeout": 1, "seed": 0}  # fmt: skip
     for name, low in lower_bounds.items():
         value = getattr(opt, name)
         if value is not None and value < low:

@@ -1,0 +1,457 @@
+"""The opt-in loaders: the same batches as the reference whatever the flags, and ends that leave nothing behind."""
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests import golden_data
+from utils import fast_loader
+from utils.datasets import LoadImagesAndLabels, create_dataloader
+from utils.loader_workers import LoaderError
+from utils.slabs import Ring, SlabLoader, choose_micro_batch, ring_length
+
+ROOT = Path(__file__).resolve().parents[1]
+OPT = SimpleNamespace(single_cls=False)
+HYP = golden_data.ALL_AUGMENTATIONS
+BATCH = 5  # does not divide the 12 pictures
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return golden_data.copy_dataset(tmp_path_factory.mktemp("golden"))
+
+
+@pytest.fixture(autouse=True)
+def many_cores(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+
+
+def make_loader(folder, workers=2, batch=BATCH, augment=True, **options):
+    options = {"seed": 7} | options
+    return create_dataloader(
+        str(folder / "all.txt"), 64, batch, 32, OPT, hyp=HYP, augment=augment, workers=workers, **options
+    )
+
+
+def copied(batch):
+    images, targets, paths, shapes = batch
+    return images.numpy().copy(), targets.numpy().copy(), paths, shapes
+
+
+def read(folder, epochs=3, before_epoch=lambda epoch, dataset: None, **options):
+    """All batches of some epochs, one list for each epoch."""
+    loader, dataset = make_loader(folder, **options)
+    passes = []
+    for epoch in range(epochs):
+        before_epoch(epoch, dataset)
+        passes.append([copied(batch) for batch in loader])
+        assert len(passes[-1]) == len(loader)
+    return passes
+
+
+def same(first, second):
+    return len(first) == len(second) and all(
+        np.array_equal(a[0], b[0]) and np.array_equal(a[1], b[1]) and a[2:] == b[2:]
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+def assert_same(first, second):
+    assert len(first) == len(second)
+    for epoch, (a, b) in enumerate(zip(first, second, strict=True)):
+        assert same(a, b), f"epoch {epoch}"
+
+
+# equality
+
+FLAGS = [{"persistent_workers": p, "worker_tensor": t} for p, t in itertools.product((False, True), repeat=2)]
+MODES = [{}, {"rect": True}, {"quad": True}]
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_same_batches_for_all_flags_and_workers(mode, folder):
+    reference = read(folder, workers=0, **mode)
+    assert not same(reference[0], reference[1]), "epochs differ"
+    for flags, workers in itertools.product(FLAGS, (1, 4) if mode else (1, 2, 4)):
+        assert_same(read(folder, workers=workers, **flags, **mode), reference)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 3, 5, 64])
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_same_batches_for_all_micro_batches(mode, micro_batch_size, folder):
+    options = {"worker_tensor": True, "micro_batch_size": micro_batch_size, "prefetch_factor": 3}
+    assert_same(read(folder, epochs=2, **options, **mode), read(folder, epochs=2, workers=0, **mode))
+
+
+def test_quad_of_few_pictures(folder):
+    for batch in (1, 3, 4, 11):
+        reference = read(folder, epochs=1, workers=0, batch=batch, quad=True)
+        assert_same(read(folder, epochs=1, batch=batch, quad=True, worker_tensor=True), reference)
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+def test_weighted_indices_reach_the_workers(flags, folder):
+    def draw(epoch, dataset):
+        dataset.indices = [(epoch + k * k) % 12 for k in range(12)]
+
+    reference = read(folder, workers=0, image_weights=True, before_epoch=draw)
+    assert len({paths for *_, paths, _ in itertools.chain(*reference)}) > 3
+    assert_same(read(folder, image_weights=True, before_epoch=draw, **flags), reference)
+
+
+def test_passes_that_are_left_early(folder):
+    """Endless loaders go on where they were left, those with weighted indices start their next epoch."""
+    reference = read(folder, epochs=2, workers=0)
+    loader, _ = make_loader(folder, worker_tensor=True)
+    first = copied(next(iter(loader)))
+    rest = [copied(batch) for batch in loader]
+    assert same([first, *rest], [*reference[0], reference[1][0]])
+    loader, _ = make_loader(folder, worker_tensor=True, persistent_workers=True, image_weights=True)
+    next(iter(loader))
+    assert same([copied(batch) for batch in loader], reference[1])
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+def test_restart_at_an_epoch(flags, folder):
+    assert_same(read(folder, epochs=1, first_epoch=2, **flags), read(folder, workers=0)[2:])
+
+
+@pytest.mark.parametrize("mode", [{}, {"rect": True}], ids=str)
+def test_two_ranks_share_the_batches_of_one(mode, folder, tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        ranks = [read(folder, epochs=2, batch=3, rank=rank, world_size=2, worker_tensor=True, **mode)
+                 for rank in (0,)]  # fmt: skip
+    finally:
+        torch.distributed.destroy_process_group()
+    source = LoadImagesAndLabels(str(folder / "all.txt"), 64, 3, augment=True, hyp=HYP, **mode)
+    settings = fast_loader.Settings(worker_tensor=True, seed=7)
+    second = fast_loader.build_loader(source, 3, 2, settings, rank=1, world_size=2, collate_fn=None)
+    ranks.append([[copied(batch) for batch in second] for _ in range(2)])
+    batch = 3 if mode else 6
+    whole = read(folder, epochs=2, workers=0, batch=batch, **mode)
+    for epoch in range(2):
+        pictures = {
+            path: image for images, _, paths, _ in whole[epoch] for path, image in zip(paths, images, strict=True)
+        }
+        shared = [(path, image) for rank in ranks for images, _, paths, _ in rank[epoch]
+                  for path, image in zip(paths, images, strict=True)]  # fmt: skip
+        assert sorted(path for path, _ in shared) == sorted(pictures)
+        assert all(np.array_equal(image, pictures[path]) for path, image in shared)
+    if not mode:
+        batches = [sorted(a[2] + b[2]) for a, b in zip(*(rank[0] for rank in ranks), strict=True)]
+        assert batches == [sorted(entry[2]) for entry in whole[0]]
+
+
+@pytest.mark.parametrize("flags", [f for f in FLAGS if any(f.values())], ids=str)
+def test_without_seed_validation_equals_the_reference(flags, folder):
+    options = {"rect": True, "augment": False, "seed": None}
+    loader, _ = create_dataloader(str(folder / "all.txt"), 64, BATCH, 32, OPT, rect=True, pad=0.5, workers=0)
+    reference = [[copied(batch) for batch in loader]]
+    assert_same(read(folder, epochs=1, pad=0.5, **options, **flags), reference)
+
+
+def test_without_seed_samples_differ_from_run_to_run_by_torchs_seed(folder):
+    def first(seed):
+        torch.manual_seed(seed)
+        return read(folder, epochs=1, workers=1, seed=None, worker_tensor=True)
+
+    assert_same(first(1), first(1))
+    assert not same(first(1)[0], first(2)[0])
+
+
+# buffers
+
+
+def overwritten(loader, passes=2):
+    """Whether any batch changed while its consumer was slow: everything that the workers have to do gets done first."""
+    changed = False
+    for _ in range(passes):
+        for images, *_ in loader:
+            before = images.clone()
+            deadline = time.monotonic() + 5
+            while time.monotonic() < deadline and (loader.workers.doing[:, 0] >= 0).any():
+                time.sleep(0.01)
+            time.sleep(0.1)
+            changed |= not torch.equal(images, before)
+    return changed
+
+
+class HastyLoader(SlabLoader):
+    """Wrong on purpose: gives a slab back before its batch is used, and keeps nothing in reserve."""
+
+    def _next_batch(self):
+        self.ring.release = lambda slab, stream: None
+        batch, slab = super()._next_batch()
+        self.ring.free.appendleft(slab)
+        self._hand_out()
+        return batch, slab
+
+
+def test_no_batch_is_overwritten_while_it_is_used(folder, monkeypatch):
+    assert not overwritten(make_loader(folder, batch=3, worker_tensor=True)[0])
+    monkeypatch.setattr(fast_loader, "SlabLoader", HastyLoader)
+    assert overwritten(make_loader(folder, batch=3, worker_tensor=True)[0]), "this test would see it"
+
+
+def test_a_batch_is_a_view_of_the_ring(folder):
+    loader, _ = make_loader(folder, worker_tensor=True)
+    low = loader.ring.pixels.ctypes.data
+    for images, *_ in loader:
+        assert low <= images.data_ptr() < low + loader.ring.pixels.nbytes
+
+
+def test_passes_that_hold_all_buffers_are_no_hang(folder):
+    loader, _ = make_loader(folder, worker_tensor=True)
+    held = [iter(loader) for _ in range(loader.ring.count)]
+    for batches in held:
+        next(batches)
+    with pytest.raises(LoaderError, match="held by passes"):
+        next(iter(loader))
+
+
+class Event:
+    """A CUDA event whose time has come when somebody says so."""
+
+    done = False
+
+    def record(self, stream):
+        self.stream = stream
+
+    def query(self):
+        return self.done
+
+    def synchronize(self):
+        self.done = True
+
+
+def test_a_slab_waits_for_its_copy_to_the_device(monkeypatch):
+    events = []
+    monkeypatch.setattr(torch.cuda, "Event", lambda: events.append(Event()) or events[-1])
+    ring = Ring(2, 16, 2)
+    ring.is_locked = True
+    first, second = ring.take(), ring.take()
+    ring.release(first, "stream"), ring.release(second, "stream")
+    assert ring.take() is None
+    events[0].done = True
+    assert ring.take() == first and ring.take() is None
+    assert ring.take(wait=True) == second and events[1].done and events[1].stream == "stream"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("patient", [True, False])
+def test_copies_on_a_busy_gpu_are_those_of_the_reference(patient, folder, monkeypatch):
+    if not patient:  # the same without waiting for the copies: this test would see it
+        monkeypatch.setattr(Ring, "release", lambda ring, slab, stream=None: ring.free.appendleft(slab))
+    loader, _ = make_loader(folder, batch=3, worker_tensor=True)
+    assert next(iter(loader))[0].is_pinned()
+    loader, _ = make_loader(folder, batch=3, worker_tensor=True)
+    on_device = []
+    for _ in range(3):
+        for images, *_ in loader:
+            torch.cuda._sleep(200_000_000)  # about 0.1 s: the host runs ahead
+            on_device.append(images.to("cuda", non_blocking=True))
+            time.sleep(0.02)
+    reference = [images for batches in read(folder, workers=0, batch=3) for images, *_ in batches]
+    equal = [np.array_equal(a.cpu().numpy(), b) for a, b in zip(on_device, reference, strict=True)]
+    assert all(equal) == patient
+
+
+def test_sizes():
+    assert choose_micro_batch(64, 16) == 8 and choose_micro_batch(384, 16) == 24 and choose_micro_batch(5, 4) == 5
+    assert choose_micro_batch(384, 2) == 32
+    assert ring_length(16, 2, 8, 64) == 6 and ring_length(2, 2, 8, 64) == 4
+    with pytest.raises(ValueError, match="larger than those of its batch"):
+        Ring(1, 12, 1).place(0, 0, (3, 2, 3))
+
+
+# what cannot be done
+
+
+def test_no_workers_is_one_warning(folder, caplog):
+    make_loader(folder, workers=0, worker_tensor=True, persistent_workers=True)
+    make_loader(folder, workers=0, worker_tensor=True, persistent_workers=True, augment=False)
+    (record,) = [record for record in caplog.records if record.name == "utils.fast_loader"]
+    assert "--persistent-workers --worker-tensor: there are no loader workers" in record.getMessage()
+
+
+def test_too_little_memory_is_said_before(folder, monkeypatch):
+    monkeypatch.setattr(fast_loader, "available_memory", lambda: 1000)
+    with pytest.raises(ValueError, match="needs 0.0 GB for its batch buffers, and 0.0 GB of memory are free"):
+        make_loader(folder, worker_tensor=True)
+
+
+def test_too_little_shared_memory_is_said_before(folder, monkeypatch, caplog):
+    monkeypatch.setattr(os.path, "ismount", lambda path: True)
+    monkeypatch.setattr(fast_loader.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    make_loader(folder, persistent_workers=True)
+    assert "of /dev/shm, and 0.0 GB are free" in caplog.text
+
+
+# accidents
+
+
+def children():
+    """Processes that this one has started and that are still there."""
+    found = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    return {int(pid) for pid in found}
+
+
+@pytest.fixture
+def no_orphans():
+    before = children()
+    yield
+    deadline = time.monotonic() + 5
+    while children() - before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not children() - before
+
+
+def broken_loader(folder, monkeypatch, accident, **options):
+    """A loader for whose picture number 8 something happens."""
+    sample = LoadImagesAndLabels.__getitem__
+
+    def getitem(dataset, index):
+        if dataset.indices[index] == 8:
+            accident()
+        return sample(dataset, index)
+
+    monkeypatch.setattr(LoadImagesAndLabels, "__getitem__", getitem)
+    loader, dataset = make_loader(folder, worker_tensor=True, **options)
+    return loader, dataset.img_files[8]
+
+
+def out_of_memory():
+    raise MemoryError
+
+
+def refuse():
+    raise ValueError("the picture changed its size")
+
+
+def crash():
+    signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # else pytest writes a long dump
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+ACCIDENTS = {
+    "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), r"was killed by SIGKILL \(out of memory\?.* worked on "),
+    "crashed": (crash, "was killed by SIGSEGV while it worked on "),
+    "left": (lambda: os._exit(3), "ended by itself with status 3 while it worked on "),
+    "memory": (out_of_memory, "out of memory"),
+    "refused": (refuse, "the picture changed its size"),
+    "error": (lambda: 1 // 0, "ZeroDivisionError: integer"),
+}
+
+
+@pytest.mark.parametrize("name", ACCIDENTS)
+def test_accident_in_a_worker_is_one_error_that_names_the_sample(name, folder, monkeypatch, no_orphans):
+    accident, message = ACCIDENTS[name]
+    loader, path = broken_loader(folder, monkeypatch, accident)
+    start = time.monotonic()
+    with pytest.raises(LoaderError, match=message) as caught:
+        list(loader)
+    assert path in str(caught.value)
+    assert time.monotonic() - start < 5
+
+
+def test_stuck_worker_is_given_up(folder, monkeypatch, no_orphans):
+    loader, path = broken_loader(folder, monkeypatch, lambda: time.sleep(60), timeout=1)
+    with pytest.raises(LoaderError, match="delivered nothing for 1 s") as caught:
+        list(loader)
+    assert path in str(caught.value)
+
+
+def test_stopped_worker_is_given_up(folder, no_orphans):
+    loader, _ = make_loader(folder, workers=1, worker_tensor=True, timeout=1)
+    os.kill(loader.workers.processes[0].pid, signal.SIGSTOP)
+    with pytest.raises(LoaderError, match="delivered nothing for 1 s"):
+        for _ in range(10):
+            list(loader)
+
+
+def test_idle_worker_that_is_killed_is_noticed(folder, no_orphans):
+    loader, _ = make_loader(folder, worker_tensor=True)
+    list(loader)
+    os.kill(loader.workers.processes[0].pid, signal.SIGKILL)
+    with pytest.raises(LoaderError, match="was killed by SIGKILL"):
+        for _ in range(10):
+            list(loader)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_error_in_a_torch_worker(workers, folder, monkeypatch):
+    sample = LoadImagesAndLabels.__getitem__
+    monkeypatch.setattr(LoadImagesAndLabels, "__getitem__", lambda d, i: refuse() if i == 8 else sample(d, i))
+    loader, dataset = make_loader(folder, workers, prefetch_factor=1)
+    with pytest.raises(LoaderError, match="the picture changed its size") as caught:
+        list(loader)
+    assert dataset.img_files[8] in str(caught.value) and "\n" not in str(caught.value)
+
+
+def resources():
+    shared = len(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else 0
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), shared, len(children())
+
+
+@pytest.mark.parametrize("flags", [{}, {"persistent_workers": True}], ids=str)
+@pytest.mark.parametrize("image_weights", [False, True])
+def test_twenty_epochs_leak_nothing(flags, image_weights, folder, no_orphans):
+    outside = resources()
+    loader, _ = make_loader(folder, worker_tensor=True, image_weights=image_weights, **flags)
+    seen = set()
+    for _ in range(20):
+        for _ in loader:
+            pass
+        seen.add(resources())
+    assert len(seen) == 1
+    del loader
+    assert resources() == outside
+
+
+PROGRAM = """
+import os, sys, time
+from types import SimpleNamespace
+os.cpu_count = lambda: 4
+from tests import golden_data
+from utils.datasets import create_dataloader
+loader, _ = create_dataloader(sys.argv[1], 64, 4, 32, SimpleNamespace(single_cls=False), augment=True,
+                              hyp=golden_data.ALL_AUGMENTATIONS, workers=3, worker_tensor=True)
+print(*(process.pid for process in loader.workers.processes), flush=True)
+while True:
+    list(loader)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_end_of_the_main_process_ends_the_workers(number, folder):
+    program = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(folder / "all.txt")], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    workers = [int(pid) for pid in program.stdout.readline().split()]
+    assert len(workers) == 3
+    os.killpg(program.pid, number) if number == signal.SIGINT else program.send_signal(number)
+    assert program.wait(10) != 0
+    deadline = time.monotonic() + 10
+    while (alive := [pid for pid in workers if is_running(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not alive
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

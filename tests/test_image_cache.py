@@ -1,0 +1,97 @@
+"""--cache-images disk: the same pictures as without, made once, made anew when a picture changes."""
+
+import os
+import shutil
+from types import SimpleNamespace
+
+import cv2
+import numpy as np
+import pytest
+
+from tests import golden_data
+from utils import image_cache
+from utils.datasets import LoadImagesAndLabels
+from utils.mosaic import load_image
+
+OPTIONS = {"img_size": 64, "batch_size": 4, "hyp": golden_data.ALL_AUGMENTATIONS}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return golden_data.copy_dataset(tmp_path)
+
+
+def open_set(folder, cache="disk", **options):
+    return LoadImagesAndLabels(str(folder / "all.txt"), cache_images=cache, **(OPTIONS | options))
+
+
+def files(folder):
+    return sorted(path for path in folder.rglob("*.pixels.cache"))
+
+
+@pytest.mark.parametrize("options", [{}, {"augment": True}, {"rect": True}, {"img_size": 96}], ids=str)
+def test_pictures_equal_those_of_the_files(options, folder):
+    cached, plain = open_set(folder, **options), open_set(folder, cache=False, **options)
+    assert len(cached) == 12
+    for i in range(12):
+        (img, size, shape), (expected, *sizes) = load_image(cached, i), load_image(plain, i)
+        assert np.array_equal(img, expected) and [size, shape] == sizes
+        assert not img.flags.writeable
+    (path,) = files(folder)
+    assert path.stat().st_size == sum(img.nbytes for img in cached.imgs)
+
+
+def test_training_samples_equal_those_of_the_files(folder):
+    samples = []
+    for cache in ("disk", False):
+        dataset = open_set(folder, cache, augment=True)
+        golden_data.seed_both(5)
+        samples.append([dataset[i][:2] for i in range(12)])
+    assert all(a.equal(b) and c.equal(d) for (a, c), (b, d) in zip(*samples, strict=True))
+
+
+def test_made_once(folder, monkeypatch):
+    open_set(folder)
+    monkeypatch.setattr(image_cache, "_make", None)
+    open_set(folder)
+
+
+@pytest.mark.parametrize("change", ["picture", "cut off", "stamp"])
+def test_made_anew_when_something_changed(change, folder):
+    dataset = open_set(folder)
+    (path,) = files(folder)
+    if change == "picture":
+        picture = dataset.img_files[3]
+        cv2.imwrite(picture, 255 - cv2.imread(picture))
+        os.utime(picture, ns=(1, 1))
+    elif change == "cut off":
+        os.truncate(path, 100)
+    else:
+        image_cache._stamp(path).write_text("nonsense")
+    del dataset
+    cached, plain = open_set(folder), open_set(folder, cache=False)
+    assert all(np.array_equal(load_image(cached, i)[0], load_image(plain, i)[0]) for i in range(12))
+
+
+def test_labels_may_change(folder, monkeypatch):
+    dataset = open_set(folder)
+    os.utime(dataset.label_files[0], ns=(1, 1))
+    monkeypatch.setattr(image_cache, "_make", None)
+    open_set(folder)
+
+
+def test_full_disk_is_said(folder, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(ValueError, match="needs 0.0 GB in .*, where 0.0 GB are free"):
+        open_set(folder)
+    assert not files(folder)
+
+
+def test_nothing_is_left_of_an_attempt_that_failed(folder, monkeypatch):
+    def fail(*args):
+        raise ValueError("broken picture")
+
+    monkeypatch.setattr(image_cache, "load_image", fail)
+    with pytest.raises(ValueError, match="broken picture"):
+        open_set(folder)
+    assert not [path for path in folder.rglob("*") if "pixels" in path.name]

@@ -1,0 +1,221 @@
+"""The loaders side by side: the reference (equal to stock) and each flag, same data, same workers, in turns.
+
+    python tools/bench_loader.py --workers 16 --img 320 --batch 64 --hyp data/hyp.scratch.tiny.yaml --cache
+
+Every measurement is a process of its own, forked from one that holds the data set, so that nothing warms up for the
+next. It reads one epoch to warm up and then `--epochs` more; a consumer does nothing with a batch but copy it to the
+GPU, where there is one. Prints a markdown table of medians with the lowest and highest value, writes results.json and
+results.png.
+
+    first batch   seconds from the start of making the loader (the data set is there) to the first batch
+    gap           milliseconds that the first batch of a later epoch takes; compare it with `batch`, any other batch
+    main, workers share of a core that the main process (with its threads) and each worker use
+    memory        proportional set size of main process and workers together, pictures in RAM included
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from multiprocessing import get_context
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.bench_samples import make_dataset
+from utils import datasets
+from utils.hyp import load_hyp
+
+LOADERS = {
+    "reference": {},
+    "--persistent-workers": {"persistent_workers": True},
+    "--worker-tensor": {"worker_tensor": True},
+    "--fast-dataloader": {"persistent_workers": True, "worker_tensor": True},
+    "--fast-dataloader --seed 7": {"persistent_workers": True, "worker_tensor": True, "seed": 7},
+}
+COLUMNS = {
+    "img/s": ("rate", "{:,.0f}"), "main": ("main_share", "{:.2f}"), "workers": ("worker_share", "{:.2f}"),
+    "first batch s": ("first_batch", "{:.2f}"), "gap ms": ("gap", "{:.1f}"), "batch ms": ("interval", "{:.1f}"),
+    "memory GB": ("memory", "{:.2f}"),
+}  # fmt: skip
+
+
+def write_images(folder, num_images, num_different=250):
+    """A folder of `num_images` JPEGs, not all different, with labels; returns the folder of the images."""
+    images = make_dataset(folder, min(num_images, num_different))
+    for k in range(num_different, num_images):
+        for kind, suffix in (("images", "jpg"), ("labels", "txt")):
+            os.link(folder / kind / f"{k % num_different:04}.{suffix}", folder / kind / f"copy{k:06}.{suffix}")
+    return images
+
+
+def cpu_seconds(pids):
+    """User and system time of other processes."""
+    ticks = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def memory_bytes(pids):
+    """Proportional set size: shared pages count once."""
+    rows = (row for pid in pids for row in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines())
+    return sum(int(row.split()[1]) * 1024 for row in rows if row.startswith("Pss:"))
+
+
+def children():
+    return Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+
+
+def measure(dataset, options, flags):
+    """One run of one loader, as a dict of numbers."""
+    import torch
+
+    torch.set_num_threads(1)
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.zeros(1, device="cuda")
+    start = time.perf_counter()
+    with mock.patch.object(datasets, "LoadImagesAndLabels", lambda *args, **kw: dataset):
+        loader, _ = datasets.create_dataloader(
+            "", options.img, options.batch, 32, SimpleNamespace(single_cls=False), hyp=dataset.hyp, augment=True,
+            workers=options.workers, **flags, **fine_tuning(options, flags),
+        )  # fmt: skip
+    first_batch, gaps, intervals, num_images = None, [], [], 0
+    for epoch in range(1 + options.epochs):
+        if epoch == 1:
+            began, main_began, workers_began = time.perf_counter(), time.process_time(), cpu_seconds(children())
+        before = time.perf_counter()
+        for k, (images, *_) in enumerate(loader):
+            waited = time.perf_counter() - before
+            first_batch = first_batch or time.perf_counter() - start
+            if epoch:
+                num_images += len(images)
+                (intervals if k else gaps).append(waited * 1e3)
+            if on_gpu:
+                images = images.to("cuda", non_blocking=True)
+            before = time.perf_counter()
+    if on_gpu:
+        torch.cuda.synchronize()
+    wall = time.perf_counter() - began
+    workers = children()
+    return {
+        "rate": num_images / wall,
+        "main_share": (time.process_time() - main_began) / wall,
+        "worker_share": (cpu_seconds(workers) - workers_began) / wall / max(len(workers), 1),
+        "first_batch": first_batch,
+        "gap": statistics.median(gaps),
+        "interval": statistics.median(intervals or gaps),
+        "memory": memory_bytes([os.getpid(), *workers]) / 1e9,
+    }
+
+
+def fine_tuning(options, flags):
+    """The further options of this benchmark that the loader of `flags` understands."""
+    if not flags.get("worker_tensor"):
+        return {}
+    chosen = {"micro_batch_size": options.micro_batch_size, "prefetch_factor": options.prefetch_factor}
+    return {name: value for name, value in chosen.items() if value}
+
+
+def in_process(dataset, options, flags):
+    """`measure` in a forked process."""
+    context = get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=lambda: sender.send(measure(dataset, options, flags)))
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv()
+    except EOFError:
+        sys.exit("the measured process ended without a result; its message is above")
+    finally:
+        process.join()
+
+
+def table(results):
+    """Markdown: medians, with lowest and highest in brackets."""
+    lines = ["| loader | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for name, runs in results.items():
+        cells = []
+        for key, form in COLUMNS.values():
+            values = [run[key] for run in runs]
+            cells.append(" ".join((form.format(statistics.median(values)),
+                                   f"({form.format(min(values))}-{form.format(max(values))})")))  # fmt: skip
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def plot(results, title, path):
+    """Bars of the medians, with lines from the lowest to the highest value."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(COLUMNS), figsize=(3 * len(COLUMNS), 4), sharey=True)
+    for axis, (label, (key, _)) in zip(axes, COLUMNS.items(), strict=True):
+        values = [[run[key] for run in runs] for runs in results.values()]
+        middle = [statistics.median(row) for row in values]
+        spread = [[m - min(row) for m, row in zip(middle, values, strict=True)],
+                  [max(row) - m for m, row in zip(middle, values, strict=True)]]  # fmt: skip
+        axis.barh(list(results), middle, xerr=spread, color="tab:blue", ecolor="black")
+        axis.set_title(label)
+    axes[0].invert_yaxis()
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", help="folder or list file of images; default: drawn for the occasion, 640 x 480")
+    parser.add_argument("--images", type=int, default=2000, help="images to draw")
+    parser.add_argument("--img", type=int, default=320)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--hyp", default="data/hyp.scratch.tiny.yaml")
+    parser.add_argument("--cache", action="store_true", help="pictures in RAM")
+    parser.add_argument("--epochs", type=int, default=3, help="measured epochs of each run")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--loaders", nargs="+", choices=list(LOADERS), default=list(LOADERS))
+    parser.add_argument("--micro-batch-size", type=int, default=0)
+    parser.add_argument("--prefetch-factor", type=int, default=None)
+    parser.add_argument("--out", default="runs/bench_loader", help="folder of results.json and results.png")
+    return parser.parse_args()
+
+
+def main():
+    options = parse()
+    with tempfile.TemporaryDirectory() as folder:
+        source = options.data or str(write_images(Path(folder), options.images))
+        dataset = datasets.LoadImagesAndLabels(
+            source, options.img, options.batch, augment=True, hyp=load_hyp(options.hyp), cache_images=options.cache
+        )
+        results = {name: [] for name in options.loaders}
+        for repeat in range(options.repeats):
+            for name in results:
+                results[name].append(in_process(dataset, options, LOADERS[name]))
+                print(f"{repeat + 1}/{options.repeats} {name}: {results[name][-1]['rate']:,.0f} img/s", flush=True)
+    pictures = f"{len(dataset)} images {'cached' if options.cache else 'from files'}"
+    title = f"{options.img} px, batch {options.batch}, {options.workers} workers, {Path(options.hyp).name}, {pictures}"
+    title += f", {os.cpu_count()} cores"
+    print(f"\n{title}; medians of {options.repeats} runs in turns (lowest-highest), {options.epochs} epochs each\n")
+    print(table(results))
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    facts = {"options": vars(options), "python": platform.python_version(), "results": results}
+    (out / "results.json").write_text(json.dumps(facts, indent=1))
+    plot(results, title, out / "results.png")
+    print(f"\nwritten: {out}/results.json, {out}/results.png")
+
+
+if __name__ == "__main__":
+    main()

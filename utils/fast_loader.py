@@ -1,0 +1,190 @@
+"""Which loader the flags --persistent-workers, --worker-tensor, --prefetch-factor and --seed make."""
+
+import logging
+import os
+import shutil
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, repeat
+from pathlib import Path
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset
+
+from utils.loader_workers import LoaderError, can_fork, in_words
+from utils.seeding import EpochOrder, KeyedDataset, SeededQuad, WithKeys
+from utils.slabs import SlabLoader, choose_micro_batch, ring_length
+
+logger = logging.getLogger(__name__)
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the flags ask of a loader. `timeout` in seconds; `seed` None: the generators go their own way."""
+
+    persistent_workers: bool = False
+    worker_tensor: bool = False
+    micro_batch_size: int = 0
+    prefetch_factor: int | None = None
+    timeout: float = 300
+    seed: int | None = None
+    first_epoch: int = 0
+
+
+class Passes:
+    """A torch DataLoader, each pass of which is an epoch; what goes wrong in it is a LoaderError.
+
+    `endless`: one pass that never ends, so that the workers prefetch across the ends of epochs.
+    """
+
+    def __init__(self, source, sampler, endless, **options):
+        batches = BatchSampler(sampler, options.pop("batch_size"), drop_last=False)
+        self.source, self.dataset, self.sampler, self.batch_size = source, source.dataset, sampler, batches.batch_size
+        self.num_batches, self.num_workers = len(batches), options["num_workers"]
+        self.loader = DataLoader(batch_sampler=_Endless(batches) if endless else batches, **options)
+        self.endless = iter(self.loader) if endless else None
+
+    def __len__(self):
+        return self.num_batches
+
+    def __iter__(self):
+        if self.endless is None:
+            self.source.publish_indices()
+        batches = iter(self.loader) if self.endless is None else self.endless
+        for _ in range(len(self)):
+            try:
+                batch = next(batches)
+            except Exception as error:
+                raise LoaderError(_last_line(error)) from error
+            yield batch
+
+
+class _Endless:
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return chain.from_iterable(repeat(self.batches))
+
+
+class _NamedErrors(Dataset):
+    """Samples of a KeyedDataset; an error names the file of the sample."""
+
+    def __init__(self, source):
+        self.source = source
+
+    def __len__(self):
+        return len(self.source)
+
+    def __getitem__(self, key):
+        try:
+            return self.source[key]
+        except Exception as error:  # whatever it is, it belongs to this sample
+            raise LoaderError(f"{self.source.path(key)}: {in_words(error)}") from error
+
+
+def _last_line(error):
+    """What torch's loader wants to say: it puts the traceback of a worker in front."""
+    return str(error).strip().splitlines()[-1].removeprefix(f"{LoaderError.__module__}.{LoaderError.__name__}: ")
+
+
+def build_loader(dataset, batch_size, workers, settings, *, rank=-1, world_size=1, image_weights=False, collate_fn,
+                 collate_fn4=None):  # fmt: skip
+    """The loader of `dataset` that `settings` ask for; `collate_fn4` is given under --quad.
+
+    stock behaviour: weighted indices (`image_weights`) are drawn anew before each epoch, so nothing is prefetched
+    across its end.
+    """
+    source = KeyedDataset(dataset, settings.seed if dataset.augment else None)
+    sampler = EpochOrder(
+        len(dataset), source.seed, shuffle=not dataset.rect, rank=rank, world_size=world_size,
+        first_epoch=settings.first_epoch, blocks=dataset.batch if dataset.rect else None,
+    )  # fmt: skip
+    settings = settings_that_work(settings, workers, warn=dataset.augment)
+    if image_weights and settings.persistent_workers:
+        source.share_indices()
+    batch_bytes = 3 * max_pixels(dataset) * (max(batch_size, 4) if collate_fn4 else batch_size)
+    if settings.worker_tensor:
+        micro_batch = min(settings.micro_batch_size or choose_micro_batch(batch_size, workers), batch_size)
+        prefetch = settings.prefetch_factor or 2
+        check_memory(ring_length(workers, prefetch, micro_batch, batch_size) * batch_bytes)
+        return SlabLoader(
+            source, BatchSampler(sampler, batch_size, drop_last=False), batch_size, batch_bytes, workers,
+            micro_batch=micro_batch, prefetch=prefetch, timeout=settings.timeout, collate_group=collate_fn4,
+            endless=not image_weights, persistent=settings.persistent_workers, lock_pages=torch.cuda.is_available(),
+        )  # fmt: skip
+    samples, collate = _NamedErrors(source), collate_fn4 or collate_fn
+    if collate_fn4 and source.seed is not None:
+        samples, collate = WithKeys(samples), SeededQuad(source, collate_fn4)
+    warn_about_shared_memory(workers * (settings.prefetch_factor or 2) * batch_bytes)
+    return Passes(
+        source, sampler, endless=not image_weights, dataset=samples, batch_size=batch_size, num_workers=workers,
+        collate_fn=collate, pin_memory=torch.cuda.is_available(), worker_init_fn=partial(_enter, source),
+        timeout=settings.timeout if workers else 0, prefetch_factor=settings.prefetch_factor if workers else None,
+        persistent_workers=settings.persistent_workers,
+    )  # fmt: skip
+
+
+def _enter(source, worker_id):
+    source.enter_worker(worker_id)
+
+
+def settings_that_work(settings, workers, warn=True):
+    """`settings` without what cannot be done here, which is answered with one warning."""
+    if settings.micro_batch_size and not settings.worker_tensor and warn:
+        logger.warning("--micro-batch-size has no effect without --worker-tensor")
+    names = [name for name in ("persistent_workers", "worker_tensor") if getattr(settings, name)]
+    if not names or (workers and can_fork()):
+        return settings
+    if warn:
+        flags = " ".join(f"--{name.replace('_', '-')}" for name in names)
+        why = "this system cannot fork" if workers else "there are no loader workers (--workers 0, or a batch of one)"
+        logger.warning("%s: %s; the reference loader is used", flags, why)
+    return Settings(False, False, 0, settings.prefetch_factor, settings.timeout, settings.seed, settings.first_epoch)
+
+
+def max_pixels(dataset):
+    """Pixels of the largest image that the data set makes."""
+    if dataset.rect:
+        return int(dataset.batch_shapes.prod(1).max())
+    return dataset.img_size**2
+
+
+def check_memory(num_bytes):
+    """Raise ValueError when the batch buffers do not fit into the memory that is free."""
+    available = available_memory()
+    if available is not None and num_bytes > available:
+        raise ValueError(
+            f"--worker-tensor needs {num_bytes / 1e9:.1f} GB for its batch buffers, and {available / 1e9:.1f} GB of "
+            "memory are free; choose a smaller --batch-size or --prefetch-factor, or fewer --workers"
+        )
+
+
+def available_memory():
+    """Bytes that can be had without swapping, of the machine or of this container; None where that is unknown."""
+    found = []
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+        limit, used = (Path("/sys/fs/cgroup", name).read_text() for name in ("memory.max", "memory.current"))
+        cached = next(line for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
+                      if line.startswith("inactive_file "))  # fmt: skip
+        found.append(int(limit) - int(used) + int(cached.split()[1]))
+    except (OSError, ValueError, StopIteration):  # no Linux, or no limit
+        pass
+    return min(found, default=None)
+
+
+def warn_about_shared_memory(num_bytes):
+    """Say so when torch's workers may need more of /dev/shm than is free; --worker-tensor needs none."""
+    if not num_bytes or not os.path.ismount(SHARED_MEMORY):
+        return
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    if num_bytes > free:
+        logger.warning(
+            "the loader may need %.1f GB of %s, and %.1f GB are free: a worker may be killed by a bus error; use "
+            "--worker-tensor, which needs none, fewer --workers, or start the container with a larger --shm-size",
+            num_bytes / 1e9, SHARED_MEMORY, free / 1e9,
+        )  # fmt: skip

@@ -1,0 +1,108 @@
+"""--cache-images disk: all pictures of a split, at the training size, in one file that is mapped into memory.
+
+The file holds the pixels one picture after the other; where each lies follows from the sizes that the scan of the
+labels found. A small file beside it carries the signature of the pictures. Workers and ranks share the pages that they
+read, and the system drops pages when memory gets short.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import secrets
+import shutil
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from utils.files import atomic_write, printable
+from utils.label_cache import cache_location, signature
+from utils.mosaic import load_image, resized_shape
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1  # raise it whenever the pixels of the same picture change
+RESERVE = 100e6  # bytes that stay free on the disk
+
+
+def use_disk_cache(dataset, prefix=""):
+    """Let `dataset.imgs` be read from the file, which is made first unless it fits the present pictures.
+
+    Raises ValueError when the disk has no room or cannot be written to.
+    """
+    sizes = [(int(height), int(width)) for width, height in dataset.shapes.tolist()]
+    shapes = [resized_shape(height, width, dataset.img_size) for height, width in sizes]
+    ends = np.cumsum([3 * height * width for height, width in shapes])
+    kind = f"version {FORMAT_VERSION}, {dataset.img_size} px, augment {dataset.augment}"
+    expected = {"kind": kind, "signature": signature(dataset.img_files, ()), "bytes": int(ends[-1])}
+    path = _location(dataset, kind)
+    if _read_stamp(path) != expected:
+        _make(dataset, path, shapes, ends, prefix)
+        with atomic_write(_stamp(path), "w") as file:
+            json.dump(expected, file)
+    pixels = np.memmap(path, np.uint8, mode="r")
+    logger.info("%spictures are read from %s (%.1f GB)", prefix, printable(path), ends[-1] / 1e9)
+    dataset.imgs = _views(pixels, shapes, ends)
+    dataset.img_hw0, dataset.img_hw = sizes, shapes
+
+
+def _location(dataset, kind):
+    """Beside the label cache; another size, order or way of resizing has a file of its own."""
+    digest = hashlib.sha256(f"{kind}, rect {dataset.rect}".encode()).hexdigest()[:8]
+    labels = cache_location(dataset.path, dataset.label_files)
+    return labels.with_name(f"{labels.stem}.{dataset.img_size}.{digest}.pixels.cache")
+
+
+def _stamp(path):
+    return path.with_name(f"{path.stem}.json.cache")
+
+
+def _read_stamp(path):
+    """What the file was made from; None if it is not there or not whole."""
+    try:
+        stamp = json.loads(_stamp(path).read_text())
+        return stamp if path.stat().st_size == stamp["bytes"] else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _views(pixels, shapes, ends):
+    starts = ends - [3 * height * width for height, width in shapes]
+    return [pixels[a:b].reshape(*shape, 3) for a, b, shape in zip(starts, ends, shapes, strict=True)]
+
+
+def _make(dataset, path, shapes, ends, prefix):
+    """Write the file under another name, and give it its own when it is complete."""
+    _stamp(path).unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
+    _check_room(path.parent, int(ends[-1]))
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        pixels = np.memmap(unfinished, np.uint8, mode="w+", shape=(int(ends[-1]),))
+        views = _views(pixels, shapes, ends)
+        with ThreadPool(8) as pool:
+            pictures = pool.imap(lambda i: load_image(dataset, i), range(dataset.n))
+            for i, (img, _, _) in enumerate(tqdm(pictures, f"{prefix}Caching images on disk", dataset.n)):
+                if img.shape != views[i].shape:
+                    raise ValueError(
+                        f"{printable(dataset.img_files[i])}: the picture changed its size since the labels were "
+                        "scanned; start again, so that it is scanned anew"
+                    )
+                views[i][:] = img
+        pixels.flush()
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise ValueError(f"--cache-images disk: {printable(path.parent)} cannot be written to ({error})") from error
+    finally:
+        Path(unfinished).unlink(missing_ok=True)
+
+
+def _check_room(folder, num_bytes):
+    free = shutil.disk_usage(folder).free
+    if num_bytes + RESERVE > free:
+        raise ValueError(
+            f"--cache-images disk needs {num_bytes / 1e9:.1f} GB in {printable(folder)}, where {free / 1e9:.1f} GB are "
+            "free; make room, use a smaller --img-size, or --cache-images ram"
+        )
