@@ -91,19 +91,9 @@ def create_dataloader(
     cv2.setNumThreads(0)
     with rank_zero_first(rank):
         dataset = LoadImagesAndLabels(
-            path,
-            imgsz,
-            batch_size,
-            augment=augment,
-            hyp=hyp,
-            rect=rect,
-            image_weights=image_weights,
-            cache_images=cache,
-            single_cls=opt.single_cls,
-            stride=int(stride),
-            pad=pad,
-            prefix=prefix,
-        )
+            path, imgsz, batch_size, augment=augment, hyp=hyp, rect=rect, image_weights=image_weights,
+            cache_images=cache, single_cls=opt.single_cls, stride=int(stride), pad=pad, prefix=prefix,
+        )  # fmt: skip
     batch_size = min(batch_size, len(dataset))
     workers = min(os.cpu_count() // world_size, batch_size if batch_size > 1 else 0, workers)
     if persistent_workers or worker_tensor or fast:

@@ -53,18 +53,7 @@ def train_parser():
     add("--sync-bn", action="store_true", help="batch statistics over all processes (with torchrun)")
     add("--local_rank", "--local-rank", type=int, default=-1, help="set by launchers")
 
-    group = parser.add_argument_group("faster paths (off by default)")
-    add = group.add_argument
-    add("--fast-dataloader", action="store_true", help="shortcut for --persistent-workers --worker-tensor")
-    add("--persistent-workers", action="store_true", help="loader workers live across epochs (needs workers > 0)")
-    add("--worker-tensor", action="store_true", help="workers assemble the batches; the main process copies nothing")
-    add("--micro-batch-size", type=int, default=0, help="samples in a worker's share under --worker-tensor; 0: chosen")
-    add("--prefetch-factor", type=int, default=None, help="batches (or micro-batches) that a worker prepares ahead")
-    add("--loader-timeout", type=int, default=300, help="seconds without a batch after which these loaders give up")
-    add("--seed", type=int, default=None, help="equal batches for any workers, flags, ranks and restarts; shuffles")
-
-    add("--fast-loss", action="store_true", help="assignment and loss for the whole batch at once; equal values")
-    add("--ota-last", type=int, default=None, metavar="N", help="OTA in the last N epochs only, the plain loss before")
+    _add_fast_flags(parser)
 
     group = parser.add_argument_group("what is written")
     add = group.add_argument
@@ -76,15 +65,31 @@ def train_parser():
     add("--test-batch-size", type=int, default=None, help="validation batch; default twice the training batch")
     add("--v5-metric", action="store_true", help="close the recall axis at 1.0 in AP")
 
-    group = parser.add_argument_group("accepted for compatibility, without effect here")
-    add = group.add_argument
+    _add_idle_flags(parser)
+    return parser
+
+
+def _add_fast_flags(parser):
+    add = parser.add_argument_group("faster paths (off by default)").add_argument
+    add("--fast-dataloader", action="store_true", help="shortcut for --persistent-workers --worker-tensor")
+    add("--persistent-workers", action="store_true", help="loader workers live across epochs (needs workers > 0)")
+    add("--worker-tensor", action="store_true", help="workers assemble the batches; the main process copies nothing")
+    add("--micro-batch-size", type=int, default=0, help="samples in a worker's share under --worker-tensor; 0: chosen")
+    add("--prefetch-factor", type=int, default=None, help="batches (or micro-batches) that a worker prepares ahead")
+    add("--loader-timeout", type=int, default=300, help="seconds without a batch after which these loaders give up")
+    add("--seed", type=int, default=None, help="equal batches for any workers, flags, ranks and restarts; shuffles")
+    add("--fast-loss", action="store_true", help="assignment and loss for the whole batch at once; equal values")
+    add("--ota-last", type=int, default=None, metavar="N", help="OTA in the last N epochs only, the plain loss before")
+
+
+def _add_idle_flags(parser):
+    add = parser.add_argument_group("accepted for compatibility, without effect here").add_argument
     add("--bucket", default="", help="Google storage bucket")
     add("--entity", default=None, help="W&B entity")
     add("--upload_dataset", action="store_true", help="W&B: upload the data set")
     add("--bbox_interval", type=int, default=-1, help="W&B: interval of box pictures")
     add("--save_period", type=int, default=-1, help="W&B: interval of model uploads")
     add("--artifact_alias", default="latest", help="W&B: alias of the data set")
-    return parser
 
 
 def test_parser():
