@@ -10,14 +10,22 @@ from NumPy's. Which calls are made in which order is part of the contract: equal
 import math
 import random
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import cv2
 import numpy as np
 
 from utils.boxes import bbox_ioa, resample_segments
+from utils.polygons import MAX_VERTICES, Outlines, Polygons
 
 GREY = 114  # what lies outside the picture
 MAX_OVERLAP = 0.30  # share of a label that something pasted may cover
+
+
+@lru_cache(maxsize=8)
+def reused_picture(purpose, height, width):
+    """A picture [height x width x 4] to be overwritten; fresh memory costs more than what is painted on it."""
+    return np.empty((height, width, 4), np.uint8)
 
 
 def letterbox(img, new_shape=(640, 640), color=(GREY, GREY, GREY), auto=True, scaleFill=False, scaleup=True, stride=32):
@@ -61,65 +69,94 @@ class Warp:
     height: int
     has_perspective: bool
 
+    @cached_property
+    def is_axis_aligned(self):
+        """Whether it only scales and shifts, as the shipped hyper-parameters have it."""
+        return not self.has_perspective and self.matrix[0, 1] == self.matrix[1, 0] == 0
+
     def points(self, points):
         """Source points [k x 2] in pixels of the output [k x 2, float64]."""
+        if self.is_axis_aligned:  # the same sums without the terms that are zero
+            return points * self.matrix.diagonal()[:2] + self.matrix[:2, 2]
         homogeneous = np.ones((len(points), 3))
         homogeneous[:, :2] = points
         moved = homogeneous @ self.matrix.T
         return moved[:, :2] / moved[:, 2:] if self.has_perspective else moved[:, :2]
 
     def image(self, img):
-        """The output picture; `img` itself if nothing would change."""
-        if img.shape[:2] == (self.height, self.width) and (self.matrix == np.eye(3)).all():
-            return img
-        size, border = (self.width, self.height), (GREY, GREY, GREY)
+        """The output picture [h x w x 3] of `img` [h x w x 3, or 4 with a last one to ignore].
+
+        It is `img` itself if nothing would change.
+        """
+        size, border = (self.width, self.height), (GREY, GREY, GREY, GREY)
+        if img.shape[2] == 3:
+            if img.shape[:2] == (self.height, self.width) and (self.matrix == np.eye(3)).all():
+                return img
+            img = cv2.cvtColor(img, cv2.COLOR_BGR2BGRA)  # OpenCV warps four channels in less time than three
+        warped = reused_picture("warped", self.height, self.width)
         if self.has_perspective:
-            return cv2.warpPerspective(img, self.matrix, dsize=size, borderValue=border)
-        return cv2.warpAffine(img, self.matrix[:2], dsize=size, borderValue=border)
+            cv2.warpPerspective(img, self.matrix, dsize=size, dst=warped, borderValue=border)
+        else:
+            cv2.warpAffine(img, self.matrix[:2], dsize=size, dst=warped, borderValue=border)
+        return cv2.cvtColor(warped, cv2.COLOR_BGRA2BGR)
 
     def source_area(self):
         """Box (x1, y1, x2, y2) outside of which no source pixel is read; infinite if the horizon is in the picture."""
+        margin = 2  # interpolation reads the neighbours
+        if not self.has_perspective:
+            bounds = [
+                (shift + min(0, per_x * self.width) + min(0, per_y * self.height) - margin,
+                 shift + max(0, per_x * self.width) + max(0, per_y * self.height) + margin)
+                for per_x, per_y, shift in cv2.invertAffineTransform(self.matrix[:2]).tolist()
+            ]  # fmt: skip
+            (x1, x2), (y1, y2) = bounds
+            return x1, y1, x2, y2
         corners = [[0, self.width, 0, self.width], [0, 0, self.height, self.height], [1, 1, 1, 1]]
         x, y, depth = np.linalg.inv(self.matrix) @ corners
         if (depth <= 0).any():
             return -math.inf, -math.inf, math.inf, math.inf
         x, y = x / depth, y / depth
-        margin = 2  # interpolation reads the neighbours
         return x.min() - margin, y.min() - margin, x.max() + margin, y.max() + margin
 
     def boxes(self, boxes_xyxy):
         """Boxes around the moved corners of `boxes_xyxy` [n x 4], clipped to the output [n x 4, float64]."""
-        corners = boxes_xyxy[:, [0, 1, 2, 3, 0, 3, 2, 1]].reshape(-1, 2)
-        corners = self.points(corners).reshape(-1, 4, 2)
+        columns = [0, 1, 2, 3] if self.is_axis_aligned else [0, 1, 2, 3, 0, 3, 2, 1]
+        corners = self.points(boxes_xyxy[:, columns].reshape(-1, 2)).reshape(-1, len(columns) // 2, 2)
         moved = np.concatenate((corners.min(1), corners.max(1)), axis=1)
-        moved[:, 0::2] = moved[:, 0::2].clip(0, self.width)
-        moved[:, 1::2] = moved[:, 1::2].clip(0, self.height)
-        return moved
+        return np.minimum(np.maximum(moved, 0, out=moved), (self.width, self.height) * 2, out=moved)
 
     def polygon_boxes(self, polygons):
         """Boxes around the parts of `polygons` (list of [m x 2]) inside the output; zeros for none [n x 4, float64]."""
+        polygons = Polygons.of(polygons)
         boxes = np.zeros((len(polygons), 4))
-        near = np.flatnonzero(self._may_reach_output(polygons))
-        if len(near) == 0:
+        near = self._may_reach_output(polygons)
+        if not near.any():
             return boxes
-        outlines = resample_segments([polygons[i] for i in near])
-        x, y = self.points(outlines.reshape(-1, 2)).T.reshape(2, len(near), -1)
+        found, seen = self._boxes_of_near(polygons.chosen(near))
+        boxes[np.flatnonzero(near)[seen]] = found[seen]
+        return boxes
+
+    def _boxes_of_near(self, polygons):
+        """(boxes [n x 4], [n] whether they count)."""
+        if not self.has_perspective and polygons.counts.max() <= MAX_VERTICES:
+            return Outlines(polygons, self.points, self.width, self.height).boxes()
+        x, y = self.points(resample_segments(polygons).reshape(-1, 2)).T.reshape(2, len(polygons), -1)
         inside = (x >= 0) & (y >= 0) & (x <= self.width) & (y <= self.height)
         low = [np.where(inside, values, np.inf).min(1) for values in (x, y)]
         high = [np.where(inside, values, -np.inf).max(1) for values in (x, y)]
         seen = (inside & (x != 0)).any(1)  # stock behaviour: an outline that shows only at x = 0 does not count
-        boxes[near[seen]] = np.stack((*low, *high), axis=1)[seen]
-        return boxes
+        return np.stack((*low, *high), axis=1), seen
 
     def _may_reach_output(self, polygons):
-        """False for polygons that lie beside the output as a whole [n], so that their outline need not be sampled."""
-        if self.has_perspective:
-            return np.ones(len(polygons), bool)
-        starts = np.cumsum([0] + [len(points) for points in polygons[:-1]])
-        vertices = self.points(np.concatenate(polygons))
+        """False for polygons that are empty or lie beside the output as a whole [n]: nothing of them can show."""
+        near = polygons.counts > 0
+        if self.has_perspective or not near.any():
+            return near
+        vertices, starts = self.points(polygons.points), polygons.starts()[near]
         low, high = np.minimum.reduceat(vertices, starts), np.maximum.reduceat(vertices, starts)
         margin = 1  # far above any rounding
-        return ((high >= -margin) & (low <= (self.width + margin, self.height + margin))).all(1)
+        near[near] = ((high >= -margin) & (low <= (self.width + margin, self.height + margin))).all(1)
+        return near
 
 
 def draw_warp(height, width, degrees=10, translate=0.1, scale=0.1, shear=10, perspective=0.0, border=(0, 0)):
@@ -159,13 +196,15 @@ def warp_labels(labels, segments, warp):
     if len(labels) == 0:
         return labels
     assert len(segments) in (0, len(labels)), "one segment for each label"
-    boxes = warp.boxes(labels[:, 1:5])
-    least_share = np.full(len(labels), 0.10)
+    polygons = Polygons.of(segments)
     # stock behaviour: polygons whose every coordinate is zero count as boxes
-    if any(points.any() for points in segments):
-        rows = np.flatnonzero([len(points) > 0 for points in segments])
-        boxes[rows] = warp.polygon_boxes([segments[row] for row in rows])
-        least_share[rows] = 0.01
+    if not polygons.points.any():
+        boxes, least_share = warp.boxes(labels[:, 1:5]), 0.10
+    else:
+        boxes = warp.polygon_boxes(polygons)
+        is_box = polygons.counts == 0
+        boxes[is_box] = warp.boxes(labels[is_box, 1:5])
+        least_share = np.where(is_box, 0.10, 0.01)
     keep = box_candidates(labels[:, 1:5].T * warp.scale, boxes.T, area_thr=least_share)
     kept = labels[keep]
     kept[:, 1:5] = boxes[keep]
@@ -217,8 +256,8 @@ def copy_paste(img, labels, segments, probability):
     Returns (picture, labels, segments) with the new objects at the end. Draws one sample() among the polygons, and
     nothing if there are none or `probability` is 0. Source: Ghiasi et al. 2020 (arXiv 2012.07177), simplified.
     """
-    polygon_rows = [row for row, points in enumerate(segments) if len(points)]
-    if not probability or not polygon_rows:
+    polygon_rows = [row for row, points in enumerate(segments) if len(points)] if probability else []
+    if not polygon_rows:
         return img, labels, segments
     width = img.shape[1]
     segments = list(segments)
