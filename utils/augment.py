@@ -20,12 +20,13 @@ from utils.polygons import MAX_VERTICES, Outlines, Polygons
 
 GREY = 114  # what lies outside the picture
 MAX_OVERLAP = 0.30  # share of a label that something pasted may cover
+LEVELS = np.arange(256.0)  # values of a pixel
 
 
-@lru_cache(maxsize=8)
-def reused_picture(purpose, height, width):
-    """A picture [height x width x 4] to be overwritten; fresh memory costs more than what is painted on it."""
-    return np.empty((height, width, 4), np.uint8)
+@lru_cache(maxsize=16)
+def reused(purpose, *shape):
+    """A uint8 array to be overwritten; fresh memory costs more than most of what is written into it."""
+    return np.empty(shape, np.uint8)
 
 
 def letterbox(img, new_shape=(640, 640), color=(GREY, GREY, GREY), auto=True, scaleFill=False, scaleup=True, stride=32):
@@ -93,7 +94,7 @@ class Warp:
             if img.shape[:2] == (self.height, self.width) and (self.matrix == np.eye(3)).all():
                 return img
             img = cv2.cvtColor(img, cv2.COLOR_BGR2BGRA)  # OpenCV warps four channels in less time than three
-        warped = reused_picture("warped", self.height, self.width)
+        warped = reused("warped", self.height, self.width, 4)
         if self.has_perspective:
             cv2.warpPerspective(img, self.matrix, dsize=size, dst=warped, borderValue=border)
         else:
@@ -235,10 +236,23 @@ def augment_hsv(img, hgain=0.5, sgain=0.5, vgain=0.5):
     stock behaviour: the (lossy) way to HSV and back is taken even if all gains are 0.
     """
     hue, saturation, value = np.random.uniform(-1, 1, 3) * [hgain, sgain, vgain] + 1
-    levels = np.arange(256.0)
-    tables = np.stack((levels * hue % 180, (levels * saturation).clip(0, 255), (levels * value).clip(0, 255)), axis=1)
-    hsv = cv2.LUT(cv2.cvtColor(img, cv2.COLOR_BGR2HSV), tables.astype(np.uint8)[:, None])
-    cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR, dst=img)
+    hsv, planes = reused("hsv", *img.shape), reused("hsv planes", 3, *img.shape[:2])
+    cv2.cvtColor(img, cv2.COLOR_BGR2HSV, dst=hsv)
+    cv2.split(hsv, planes)
+    cv2.LUT(planes[0], (LEVELS * hue % 180).astype(np.uint8), dst=planes[0])
+    _scale_truncated(planes[1], saturation)
+    _scale_truncated(planes[2], value)
+    cv2.cvtColor(cv2.merge(planes, hsv), cv2.COLOR_HSV2BGR, dst=img)
+
+
+def _scale_truncated(plane, gain):
+    """Multiply `plane` [h x w, uint8] by `gain`, in place; fractions are cut off, what exceeds 255 becomes 255."""
+    table = (LEVELS * gain).clip(0, 255).astype(np.uint8)
+    arithmetic = {"alpha": gain, "beta": -0.4999}  # rounds to nearest, so this cuts off unless a fraction is tiny
+    if np.array_equal(cv2.convertScaleAbs(np.arange(256, dtype=np.uint8), **arithmetic).ravel(), table):
+        cv2.convertScaleAbs(plane, dst=plane, **arithmetic)  # half the time of a table
+    else:
+        cv2.LUT(plane, table, dst=plane)
 
 
 def mixup(img1, labels1, img2, labels2):

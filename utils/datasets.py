@@ -155,6 +155,8 @@ class LoadImagesAndLabels(Dataset):
     With `rect` the pictures are sorted by aspect ratio, and each batch has the smallest common shape.
     """
 
+    new_image = staticmethod(np.empty)  # where pixels of a sample go; --worker-tensor knows a place in its batch
+
     def __init__(
         self,
         path,
@@ -262,7 +264,7 @@ class LoadImagesAndLabels(Dataset):
 
         targets = torch.zeros((len(labels), 6))
         targets[:, 1:] = torch.from_numpy(labels)
-        image = np.empty((3, *img.shape[:2]), np.uint8)
+        image = self.new_image((3, *img.shape[:2]), np.uint8)
         cv2.split(img, image[::-1])  # BGR into RGB planes
         return torch.from_numpy(image), targets, self.img_files[index], shapes
 

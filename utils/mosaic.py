@@ -10,7 +10,7 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-from utils.augment import GREY, copy_paste, draw_warp, reused_picture, warp_labels
+from utils.augment import GREY, copy_paste, draw_warp, reused, warp_labels
 from utils.boxes import xywhn2xyxy
 from utils.images import read_image
 from utils.paste_in import sample_segments
@@ -110,7 +110,7 @@ class Mosaic:
         Pictures outside of the area are not read. It is valid until the next mosaic is painted.
         """
         x1, y1, x2, y2 = (int(min(max(value, 0), self.side)) for value in visible_area)
-        canvas = reused_picture("mosaic", self.side, self.side)
+        canvas = reused("mosaic", self.side, self.side, 4)
         self._paint(canvas[y1 : y2 + 1, x1 : x2 + 1], x1, y1, visible_area)
         return canvas
 

@@ -12,6 +12,7 @@ until then (its copy to the device above all) has been done.
 """
 
 import logging
+import math
 import os
 from collections import deque
 from dataclasses import dataclass, field
@@ -68,7 +69,7 @@ class Ring:
 
     def place(self, slab, position, shape):
         """Where image number `position` of a batch goes [uint8, `shape`]; all images of a batch have one shape."""
-        size = int(np.prod(shape))
+        size = math.prod(shape)
         start = position * size
         if start + size > self.pixels.shape[1]:
             raise ValueError(f"an image of {' x '.join(map(str, shape))} is larger than those of its batch")
@@ -76,21 +77,29 @@ class Ring:
 
     def images(self, slab, num_images, shape):
         """The batch in `slab` as a tensor [num_images x 3 x h x w] on the same memory."""
-        size = num_images * int(np.prod(shape))
+        size = num_images * math.prod(shape)
         return torch.from_numpy(self.pixels[slab, :size].reshape(num_images, *shape))
 
 
 class Assembly:
     """What a worker does: makes the samples of a task and writes them into its slab.
 
-    `source` is a KeyedDataset. With `collate_group` four samples become one image.
+    `source` is a KeyedDataset. With `collate_group` four samples become one image; otherwise the data set is told to
+    write its pixels where they belong.
     """
 
     def __init__(self, source, ring, collate_group=None):
         self.source, self.ring, self.collate_group = source, ring, collate_group
+        self.current = -1, -1  # slab and position of the sample that is being made
 
     def enter(self):
         self.source.enter_worker()
+        if not self.collate_group:
+            self.source.dataset.new_image = self._place
+
+    def _place(self, shape, dtype):
+        assert dtype == np.uint8, "slabs hold bytes"
+        return self.ring.place(*self.current, shape)
 
     def __call__(self, task, doing):
         """Answer to (slab, start, stop): targets [n x 6], image shape, paths and shapes of the samples."""
@@ -99,10 +108,12 @@ class Assembly:
             return self._assemble_groups(slab, start, stop, doing)
         targets, paths, shapes = [], [], []
         for position in range(start, stop):
-            doing[:] = slab, position
+            doing[:] = self.current = slab, position
             image, rows, path, shape = self.source[self._key(slab, position)]
             rows[:, 0] = position
-            self.ring.place(slab, position, image.shape)[:] = image
+            place = self.ring.place(slab, position, image.shape)
+            if image.data_ptr() != place.ctypes.data:  # of a data set with memory of its own
+                place[:] = image
             targets.append(rows.numpy()), paths.append(path), shapes.append(shape)
         return np.concatenate(targets), tuple(image.shape), paths, shapes
 
