@@ -5,7 +5,7 @@ import pytest
 
 from utils.augment import Warp
 from utils.boxes import resample_segments, segment2box
-from utils.polygons import MAX_VERTICES, NUM_STEPS, Polygons, points_on_edges
+from utils.polygons import MAX_VERTICES, NUM_STEPS, Polygons, ends_on_edges
 
 TRIANGLE = np.array([[0, 0], [9, 0], [0, 9]], np.float32)
 SQUARE = np.array([[1, 1], [2, 1], [2, 2], [1, 2]], np.float32)
@@ -40,17 +40,14 @@ def test_no_polygons():
 
 
 @pytest.mark.parametrize("num_vertices", [1, 2, 3, 4, 27, 333, 499, MAX_VERTICES])
-def test_points_on_edges_are_those_that_interp_takes_from_them(num_vertices):
-    first, last = points_on_edges(num_vertices).T
+def test_ends_on_edges_are_those_that_interp_takes_from_them(num_vertices):
+    first, last = ends_on_edges(num_vertices)
     steps = np.linspace(0, num_vertices, NUM_STEPS)
-    assert first[0] == 0
-    assert last[-1] == NUM_STEPS - 2  # the point after it is the first again
-    assert (first[1:] == last[:-1] + 1).all()
     edges = np.arange(num_vertices)
-    assert (steps[first] >= edges).all()
-    assert (steps[last] < edges + 1).all()
-    assert (last >= first).all()
-    # how the points are computed without a table: the same numbers
+    for edge in edges:
+        on_it = steps[:-1][(steps[:-1] >= edge) & (steps[:-1] < edge + 1)]
+        assert (first[edge], last[edge]) == (on_it[0] - edge, on_it[-1] - edge)
+    # how the points between them are computed: the same numbers
     assert (np.arange(NUM_STEPS - 1) * (num_vertices / (NUM_STEPS - 1)) == steps[:-1]).all()
 
 

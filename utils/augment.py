@@ -16,7 +16,7 @@ import cv2
 import numpy as np
 
 from utils.boxes import bbox_ioa, resample_segments
-from utils.polygons import MAX_VERTICES, Outlines, Polygons
+from utils.polygons import MAX_VERTICES, Polygons, outline_boxes
 
 GREY = 114  # what lies outside the picture
 MAX_OVERLAP = 0.30  # share of a label that something pasted may cover
@@ -131,32 +131,31 @@ class Warp:
         polygons = Polygons.of(polygons)
         boxes = np.zeros((len(polygons), 4))
         near = self._may_reach_output(polygons)
-        if not near.any():
-            return boxes
-        found, seen = self._boxes_of_near(polygons.chosen(near))
-        boxes[np.flatnonzero(near)[seen]] = found[seen]
+        if near.any():
+            found = self._boxes_of_near(polygons.chosen(near))
+            seen = found[2] > 0  # stock behaviour: an outline that shows only at x = 0 does not count
+            boxes[np.flatnonzero(near)[seen]] = found.T[seen]
         return boxes
 
     def _boxes_of_near(self, polygons):
-        """(boxes [n x 4], [n] whether they count)."""
+        """Boxes of outlines [4 x n], infinite ones for those outside."""
         if not self.has_perspective and polygons.counts.max() <= MAX_VERTICES:
-            return Outlines(polygons, self.points, self.width, self.height).boxes()
+            return outline_boxes(polygons, self.points, self.width, self.height)
         x, y = self.points(resample_segments(polygons).reshape(-1, 2)).T.reshape(2, len(polygons), -1)
         inside = (x >= 0) & (y >= 0) & (x <= self.width) & (y <= self.height)
         low = [np.where(inside, values, np.inf).min(1) for values in (x, y)]
         high = [np.where(inside, values, -np.inf).max(1) for values in (x, y)]
-        seen = (inside & (x != 0)).any(1)  # stock behaviour: an outline that shows only at x = 0 does not count
-        return np.stack((*low, *high), axis=1), seen
+        return np.stack((*low, *high))
 
     def _may_reach_output(self, polygons):
         """False for polygons that are empty or lie beside the output as a whole [n]: nothing of them can show."""
         near = polygons.counts > 0
         if self.has_perspective or not near.any():
             return near
-        vertices, starts = self.points(polygons.points), polygons.starts()[near]
-        low, high = np.minimum.reduceat(vertices, starts), np.maximum.reduceat(vertices, starts)
+        starts, vertices = polygons.starts()[near], self.points(polygons.points).T
+        low, high = np.minimum.reduceat(vertices, starts, axis=1), np.maximum.reduceat(vertices, starts, axis=1)
         margin = 1  # far above any rounding
-        near[near] = ((high >= -margin) & (low <= (self.width + margin, self.height + margin))).all(1)
+        near[near] = ((high >= -margin).T & ((self.width + margin, self.height + margin) >= low.T)).all(1)
         return near
 
 
@@ -204,7 +203,8 @@ def warp_labels(labels, segments, warp):
     else:
         boxes = warp.polygon_boxes(polygons)
         is_box = polygons.counts == 0
-        boxes[is_box] = warp.boxes(labels[is_box, 1:5])
+        if is_box.any():
+            boxes[is_box] = warp.boxes(labels[is_box, 1:5])
         least_share = np.where(is_box, 0.10, 0.01)
     keep = box_candidates(labels[:, 1:5].T * warp.scale, boxes.T, area_thr=least_share)
     kept = labels[keep]

@@ -54,60 +54,59 @@ class Polygons(Sequence):
 
 
 @cache
-def points_on_edges(num_vertices):
-    """Numbers of the first and the last point of the outline on each edge [num_vertices x 2], all 1000 but the last."""
-    edges = np.linspace(0, num_vertices, NUM_STEPS)[:-1].searchsorted(np.arange(num_vertices + 1))
-    return np.stack((edges[:-1], edges[1:] - 1), axis=1)
+def ends_on_edges(num_vertices):
+    """Where the first and the last point of the outline on each edge lie, 0 to 1 of its length [2 x num_vertices].
 
-
-class Outlines:
-    """The 1000 points along each of `polygons` after a warp, of which only those that decide are computed.
-
-    `move` takes points [k x 2] to pixels of the output and is affine; no polygon is empty or has over 500 vertices.
+    The last of all points is left out, being the first again.
     """
+    steps = np.linspace(0, num_vertices, NUM_STEPS)[:-1]
+    edges = np.arange(num_vertices)
+    begins = steps.searchsorted(edges)
+    ends = np.append(begins[1:], len(steps))
+    return np.stack((steps[begins], steps[ends - 1])) - edges
 
-    def __init__(self, polygons, move, width, height):
-        self.move, self.limits = move, np.array((width, height), np.float64)
-        self.starts = polygons.starts()
-        self.corner = polygons.points.astype(np.float64)
-        following = np.arange(1, len(self.corner) + 1)
-        following[self.starts + polygons.counts - 1] = self.starts
-        self.side = self.corner[following] - self.corner
-        self.step = np.repeat(polygons.counts / (NUM_STEPS - 1), polygons.counts)
-        self.number = np.arange(len(self.corner)) - np.repeat(self.starts, polygons.counts)
-        self.on_edge = np.concatenate([points_on_edges(count) for count in polygons.counts.tolist()])
 
-    def boxes(self):
-        """(boxes [n x 4, xyxy, float64] round the points inside the output, [n] whether there are any that count)."""
-        edges = np.arange(len(self.corner))
-        ends = np.stack([self._points(edges, self.on_edge[:, k]) for k in (0, 1)])
-        below, above = ends < 0, ends > self.limits
-        outside = (below | above).any(2)
-        low, high, seen = self._extremes(ends, ~outside)
-        beside = (below.all(0) | above.all(0)).any(1)
-        cut = np.flatnonzero(outside.any(0) & ~beside)
+def outline_boxes(polygons, move, width, height):
+    """Boxes round the points of each outline that `move` takes into a `width` x `height` picture [4 x n, xyxy].
+
+    `move` maps points [k x 2] and is affine. No polygon is empty or has more than MAX_VERTICES. An outline that is not
+    seen has an infinite box. Internally, x and y come first: [2 x k].
+    """
+    starts, corner = polygons.starts(), polygons.points.T.astype(np.float64, order="C")
+    side = np.empty_like(corner)
+    np.subtract(corner[:, 1:], corner[:, :-1], out=side[:, :-1])
+    last = starts + polygons.counts - 1
+    side[:, last] = corner[:, starts] - corner[:, last]
+
+    along = np.concatenate([ends_on_edges(count) for count in polygons.counts.tolist()], axis=1)
+    first, second = (move((side * part + corner).T).T for part in along)
+    low, high = np.minimum(first, second), np.maximum(first, second)
+    limit = np.array([[width], [height]], np.float64)
+    in_full = (low >= 0) & (high <= limit)
+    if not in_full.all():
+        hidden = ~(in_full[0] & in_full[1])
+        cut = np.flatnonzero(hidden & ((high >= 0) & (low <= limit)).all(0))
+        low[:, hidden], high[:, hidden] = np.inf, -np.inf
         if len(cut):
-            low[cut], high[cut], seen[cut] = self._extremes_of_cut(cut)
-        boxes = np.concatenate((np.minimum.reduceat(low, self.starts), np.maximum.reduceat(high, self.starts)), axis=1)
-        return boxes, np.logical_or.reduceat(seen, self.starts)
+            low[:, cut], high[:, cut] = _extremes_of_cut(cut, polygons.counts, starts, corner, side, along, move, limit)
+    return np.concatenate((np.minimum.reduceat(low, starts, axis=1), np.maximum.reduceat(high, starts, axis=1)))
 
-    def _points(self, edges, numbers):
-        """Points of the outline, by number, that lie on `edges` [k], in pixels of the output [k x 2]."""
-        along = numbers * self.step[edges] - self.number[edges]
-        return self.move(self.side[edges] * along[:, None] + self.corner[edges])
 
-    def _extremes(self, points, inside, reduce=lambda ufunc, values: ufunc.reduce(values)):
-        """Lowest and highest of the points inside [e x 2 each], and whether one of them counts [e]."""
-        low = reduce(np.minimum, np.where(inside[..., None], points, np.inf))
-        high = reduce(np.maximum, np.where(inside[..., None], points, -np.inf))
-        # stock behaviour: an outline that shows only at x = 0 does not count
-        return low, high, reduce(np.logical_or, inside & (points[..., 0] != 0))
-
-    def _extremes_of_cut(self, edges):
-        """The same of `edges` [e] that the border of the output cuts, from all points on them."""
-        first, last = self.on_edge[edges].T
-        counts = last - first + 1
-        begins = np.cumsum(counts) - counts
-        points = self._points(np.repeat(edges, counts), np.arange(counts.sum()) + np.repeat(first - begins, counts))
-        inside = ((points >= 0) & (points <= self.limits)).all(1)
-        return self._extremes(points, inside, lambda ufunc, values: ufunc.reduceat(values, begins))
+def _extremes_of_cut(edges, counts, starts, corner, side, along, move, limit):
+    """Lowest and highest [2 x e each] of the points inside on `edges` [e], which the border of the picture cuts."""
+    polygon = starts.searchsorted(edges, side="right") - 1
+    step = counts[polygon] / (NUM_STEPS - 1)
+    place = edges - starts[polygon]
+    first, last = np.rint((place + along[:, edges]) / step).astype(np.int64)
+    num_points = last - first + 1
+    begins = np.cumsum(num_points) - num_points
+    of_edge = np.repeat(np.arange(len(edges)), num_points)
+    number = np.arange(len(of_edge)) + (first - begins)[of_edge]
+    part = number * step[of_edge] - place[of_edge]
+    chosen = edges[of_edge]
+    points = move((side[:, chosen] * part + corner[:, chosen]).T).T
+    inside = ((points >= 0) & (points <= limit)).all(0)
+    return (
+        np.minimum.reduceat(np.where(inside, points, np.inf), begins, axis=1),
+        np.maximum.reduceat(np.where(inside, points, -np.inf), begins, axis=1),
+    )
