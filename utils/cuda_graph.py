@@ -1,19 +1,20 @@
 """The whole training step as a CUDA graph, captured once and replayed (--cuda-graph).
 
-A graph holds the work of `FastSteps.work`, from the bytes of the images to the moving average, for one image shape, with or
-without the optimiser step at the end of an accumulation. Whatever changes from step to step lies in tensors that are
+A graph holds the work of `FastSteps.work`, from the bytes of the images to the moving average, for one image shape,
+with or without the optimiser step at the end of an accumulation. Whatever changes from step to step lies in tensors that are
 written before a replay: images, the loss's plan, learning rates, momentum and averaging weights. The loss scale never
 leaves the device.
 
-The first steps of every shape are ordinary ones, so that cuDNN chooses its kernels and all state exists; capturing itself
-executes nothing. So neither disturbs the statistics of BatchNorm, the momentum or the average.
+The first steps of every shape are ordinary ones, so that cuDNN chooses its kernels and all state exists; capturing
+itself executes nothing. So neither disturbs the statistics of BatchNorm, the momentum or the average.
 
-A plan has fixed sizes. The graph has room for the largest seen so far and some more; a larger batch makes it be captured
-again, an exceptionally crowded one is trained without it.
+A plan has fixed sizes. The graph has room for the largest seen so far and some more; a larger batch makes it be
+captured again, an exceptionally crowded one is trained without it.
 """
 
 import gc
 import logging
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,7 +23,7 @@ import torch
 from utils import assign_batched
 from utils.fast_step import FastSteps
 from utils.loss_plan import Sizes
-from utils.prefetch import as_float, to_device
+from utils.prefetch import as_float
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +32,6 @@ MOST_SHAPES = 8  # further ones are trained without a graph
 SPARE = 1.25  # room in a graph, relative to the batch that made it be captured
 CROWDED = 1.5  # times the room of the graph: such a batch is trained without it,
 FEW = 20  # unless that has happened so often
-
-
-class NoGraph(ValueError):
-    """Why a run cannot be captured."""
 
 
 @dataclass
@@ -68,8 +65,8 @@ class Shape:
 class GraphSteps(FastSteps):
     """FastSteps that replays a graph where it can. The loss has to be one of `loss_batched`.
 
-    Everything happens on a stream of its own, because the current one cannot be captured; others may go on as if it were
-    the current stream.
+    Everything happens on a stream of its own, because the current one cannot be captured; others may go on as if it
+    were the current stream.
     """
 
     def __init__(self, training, interval=10):
@@ -179,22 +176,16 @@ class GraphSteps(FastSteps):
 
     def on_stream(self):
         """A context in which work goes to our stream, after what the current stream holds, which then waits for it."""
-        return _Detour(self.stream)
+        return _detour(self.stream)
 
 
-class _Detour:
-    def __init__(self, stream):
-        self.stream = stream
-
-    def __enter__(self):
-        self.outer = torch.cuda.current_stream()
-        self.stream.wait_stream(self.outer)
-        self.context = torch.cuda.stream(self.stream)
-        self.context.__enter__()
-
-    def __exit__(self, *error):
-        self.context.__exit__(*error)
-        self.outer.wait_stream(self.stream)
+@contextmanager
+def _detour(stream):
+    outer = torch.cuda.current_stream()
+    stream.wait_stream(outer)
+    with torch.cuda.stream(stream):
+        yield
+    outer.wait_stream(stream)
 
 
 def with_spare(sizes):

@@ -1,8 +1,8 @@
 """The step of torch.optim.SGD with all its numbers on the device: nothing to wait for, and fit for a CUDA graph.
 
-torch's own step has the learning rate and momentum on the host, where a captured graph cannot see them change, and waits
-for the loss scaler's verdict on the gradients in every step. Here both are tensors. The optimiser stays the owner of
-parameters, rates and momentum buffers, so that its state_dict is that of torch.
+torch's own step has the learning rate and momentum on the host, where a captured graph cannot see them change, and
+waits for the loss scaler's verdict on the gradients in every step. Here all are tensors. The optimiser stays the owner
+of parameters, rates and momentum buffers, so that its state_dict is that of torch.
 """
 
 from itertools import accumulate
@@ -71,6 +71,7 @@ class DeviceSGD:
             self.gradient[part.place].mul_(rate)
             torch._foreach_sub_(part.parameters, part.gradients)
         self.gradient.zero_()
+        self.optimizer._opt_called = True  # torch's schedules warn when their optimiser never stepped
 
     def _unscale(self):
         """Divide the gradients by the loss scale, note in `overflow` whether all are finite, adapt the scale."""

@@ -67,7 +67,9 @@ class FastSteps:
     def items(self, batch, is_update):
         """Train on one batch; returns the loss items [4] on the device."""
         images = as_float(batch.images)
-        return self.work(images, lambda predicted: self.training.compute_loss(predicted, batch.targets, images), is_update)
+        return self.work(
+            images, lambda predicted: self.training.compute_loss(predicted, batch.targets, images), is_update
+        )
 
     def work(self, images, compute_loss, is_update):
         """What the device does in a step: forward and backward pass, then SGD and moving average if `is_update`.

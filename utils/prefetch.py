@@ -1,10 +1,10 @@
 """Batches copied to the device ahead of the work on them, on a stream of their own (--fast-step).
 
-The main process queues the work of a step and goes on; so it asks for the next batch while the device is still busy, and
-the copy of that batch runs beside the work. Images cross the bus as bytes and become numbers on the device (`as_float`).
+The main process queues the work of a step and goes on; so it asks for the next batch while the device is still busy,
+and the copy of that batch runs beside the work. Images cross the bus as bytes and become numbers on the device.
 
-A ring of a few slots holds the images there. A slot is filled again only after all work on its last batch, which is also
-what keeps the main process from running further ahead than the ring is long.
+A ring of a few slots holds the images there. A slot is filled again only after all work on its last batch, which is
+also what keeps the main process from running further ahead than the ring is long.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Loss items on their way from the device to the host, without ever making either wait (--fast-step).
 
-The items of `interval` steps are collected in a block on the device, which is then copied to the host as a whole. Whoever
-asks gets the items of those blocks that have arrived. Only at the end of an epoch is the rest waited for.
+The items of `interval` steps are collected in a block on the device, which is then copied to the host as a whole.
+Whoever asks gets the items of those blocks that have arrived. Only at the end of an epoch is the rest waited for.
 """
 
 import logging
