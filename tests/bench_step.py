@@ -6,9 +6,9 @@ A case is model, image size, batch and loss; COCO-like random boxes, 80 classes,
 autocast. Each path starts from a model of its own. Milliseconds a step are medians with the 10th and 90th percentile in
 brackets, between events at the end of consecutive steps, after a warm-up; images a second come from the whole window.
 `host` is the time that the main process spends in a step, `waits` the synchronisations that torch reports.
-`forward+backward` is the limit: the model alone with a trivial loss, channels-last, in a CUDA graph; `update` is SGD and
-moving average alone, in a graph. `cuda-graph, copied` takes its batches from page-locked host memory through the feed of
---fast-step.
+`forward+backward` is the limit: the model alone with a trivial loss, channels-last, in a CUDA graph; `update` is SGD
+and moving average alone, in a graph. `cuda-graph, copied` takes its batches from page-locked host memory through the
+feed of --fast-step.
 
 A case that fails prints its traceback, and the others go on.
 """

@@ -1,9 +1,9 @@
 """The whole training step as a CUDA graph, captured once and replayed (--cuda-graph).
 
 A graph holds the work of `FastSteps.work`, from the bytes of the images to the moving average, for one image shape,
-with or without the optimiser step at the end of an accumulation. Whatever changes from step to step lies in tensors that are
-written before a replay: images, the loss's plan, learning rates, momentum and averaging weights. The loss scale never
-leaves the device.
+with or without the optimiser step at the end of an accumulation. Whatever changes from step to step lies in tensors
+that are written before a replay: images, the loss's plan, learning rates, momentum and averaging weights. The loss
+scale never leaves the device.
 
 The first steps of every shape are ordinary ones, so that cuDNN chooses its kernels and all state exists; capturing
 itself executes nothing. So neither disturbs the statistics of BatchNorm, the momentum or the average.
