@@ -14,8 +14,9 @@ ALIGNED = 64  # elements; every tensor starts at a multiple of this
 
 
 class Part(NamedTuple):
-    """One parameter group: those of its parameters that get gradients, and their place in the flat tensors."""
+    """A parameter group by its number: those of its parameters that get gradients, their place in the flat tensors."""
 
+    number: int
     parameters: list
     gradients: list  # views of the flat gradient, shaped like the parameters
     place: slice
@@ -67,8 +68,8 @@ class DeviceSGD:
         momentum = numbers[-1]
         self.momentum.mul_(momentum).add_(self.gradient)
         self.gradient.addcmul_(self.momentum, momentum)
-        for part, rate in zip(self.parts, numbers[:-1], strict=True):
-            self.gradient[part.place].mul_(rate)
+        for part in self.parts:
+            self.gradient[part.place].mul_(numbers[part.number])
             torch._foreach_sub_(part.parameters, part.gradients)
         self.gradient.zero_()
         self.optimizer._opt_called = True  # torch's schedules warn when their optimiser never stepped
@@ -100,11 +101,12 @@ class DeviceSGD:
                 buffer.copy_(state["momentum_buffer"])
             state["momentum_buffer"] = buffer  # zeros are where torch's step begins, too
         self.parts, first = [], 0
-        for options, group in zip(self.optimizer.param_groups, groups, strict=True):
+        for number, (options, group) in enumerate(zip(self.optimizer.param_groups, groups, strict=True)):
             last = first + len(group)
             views = [_view(self.gradient, start, p) for p, start in zip(group, starts[first:last], strict=True)]
             place = slice(starts[first], starts[last])
-            self.parts.append(Part(group, views, place, options["weight_decay"]))
+            if group:
+                self.parts.append(Part(number, group, views, place, options["weight_decay"]))
             first = last
 
 
