@@ -29,19 +29,21 @@ class AverageAtOnce:
     """
 
     def __init__(self):
-        self.holders = None  # (dict of a module, name, tensor) of everything in the lists
+        self.models, self.holders = None, []  # (dict of a module, name, tensor) of everything in the lists
 
     def __call__(self, ema, model, decay):
         self.move(ema, model, decay, 1 - decay)
 
     def move(self, ema, model, decay, share):
         """Move each floating tensor of `ema` to e * decay + m * share; numbers, or tensors of one element."""
-        if self.holders is None or not all(holder[name] is tensor for holder, name, tensor in self.holders):
+        known = self.models == (ema, model) and all(holder[name] is tensor for holder, name, tensor in self.holders)
+        if not known:
             self._find(ema, model)
         torch._foreach_mul_(self.averages, decay)
         torch._foreach_add_(self.averages, torch._foreach_mul(self.current, share))
 
     def _find(self, ema, model):
+        self.models = ema, model
         found = [_floating(module) for module in (ema, model)]
         self.averages, self.current = ([tensor for _, _, tensor in holders] for holders in found)
         self.holders = found[0] + found[1]
