@@ -71,7 +71,8 @@ def train(hyp, opt, data, device, ranks):
     decay = optim.scaled_weight_decay(hyp["weight_decay"], opt.total_batch_size)
     optimizer = optim.build_optimizer(model, hyp["lr0"], hyp["momentum"], decay, opt.adam)
     scheduler = LambdaLR(optimizer, optim.lr_factor(opt.epochs, hyp["lrf"], opt.linear_lr))
-    training = Training(model, hyp, opt.total_batch_size, optimizer, scheduler, ModelEMA(model))
+    training = Training(model, hyp, opt.total_batch_size, optimizer, scheduler, ModelEMA(model), opt.amp)
+    steps = paths.steps(training)
     progress = training.restore(stored, opt.epochs, data.nc, opt.resume)
     if progress.epochs != opt.epochs:  # the schedule ends where the run ends
         scheduler.lr_lambdas = [optim.lr_factor(progress.epochs, hyp["lrf"], opt.linear_lr)] * 3
@@ -107,9 +108,10 @@ def train(hyp, opt, data, device, ranks):
         batches = paths.feed(loaders.train, device)
         if opt.multi_scale:
             batches = multi_scaled(batches, loaders.image_size, max(int(model.stride.max()), 32))
-        rates = train_one_epoch(epoch, num_batches, trainable(batches), training, report)
+        rates = train_one_epoch(epoch, num_batches, trainable(batches), steps, report)
         if ranks.is_main:
             finish_epoch(epoch, rates, opt, training, progress, validate, report, checkpoints)
+    steps.finish()
     report.finish()
     hours = (time.time() - started) / 3600
     logger.info("%d epochs completed in %.3f hours", progress.epochs - progress.start_epoch, hours)
@@ -126,12 +128,9 @@ def train_one_epoch(epoch, num_batches, batches, training, report):
     """
     training.begin_epoch()
     for i, batch in enumerate(report.epoch(epoch, batches, num_batches)):
-        iteration = i + num_batches * epoch
-        training.warm_up(iteration, epoch)
-        items = training.forward_backward(batch)
-        if iteration % training.accumulate == 0:
-            training.update()
+        items = training.step(i + num_batches * epoch, epoch, batch)
         report.batch(items, batch.images, batch.targets, batch.paths)
+    report.losses(training.late_items())
     return training.end_epoch()
 
 

@@ -71,6 +71,11 @@ TRAIN_OURS = {
     "--prefetch-factor": (["4"], 4, None),
     "--loader-timeout": (["60"], 60, 300),
     "--seed": (["7"], 7, None),
+    "--fast-step": ([], True, False),
+    "--sync-interval": (["20"], 20, 10),
+    "--cuda-graph": ([], True, False),
+    "--fast": ([], True, False),
+    "--amp": (["bf16"], "bf16", None),
 }
 TEST = {
     "--weights": (["a.pt", "b.pt"], ["a.pt", "b.pt"], ["yolov7.pt"]),
@@ -116,8 +121,8 @@ def test_no_flag_is_undocumented_here():
 
 
 def test_our_flags_are_off_by_default():
-    defaults = vars(train_parser().parse_args([]))
-    assert not any(defaults[destination(flag)] for flag in TRAIN_OURS if flag != "--loader-timeout")
+    defaults, numbers = vars(train_parser().parse_args([])), ("--loader-timeout", "--sync-interval")
+    assert not any(defaults[destination(flag)] for flag in TRAIN_OURS if flag not in numbers)
     line = [word for flag, (arguments, _, _) in TRAIN_OURS.items() for word in (flag, *arguments)]
     on = vars(train_parser().parse_args(line))
     assert all(on[destination(flag)] for flag in TRAIN_OURS)

@@ -260,13 +260,18 @@ def training_checkpoint(epoch, best_fitness, training_results, model, ema, optim
         "epoch": epoch,
         "best_fitness": best_fitness,
         "training_results": training_results,
-        "model": deepcopy(unwrap(model)).half(),
-        "ema": deepcopy(ema.ema).half(),
+        "model": _in_stock_order(model).half(),
+        "ema": _in_stock_order(ema.ema).half(),
         "updates": ema.updates,
         "optimizer": optimizer.state_dict(),
         "scaler": scaler.state_dict(),
         "wandb_id": None,
     }
+
+
+def _in_stock_order(model):
+    """A copy with contiguous weights, whatever order they are trained in: tools that fuse layers rely on it."""
+    return deepcopy(unwrap(model)).to(memory_format=torch.contiguous_format)
 
 
 class Checkpoints:
@@ -279,7 +284,7 @@ class Checkpoints:
 
     def initial(self, model):
         """init.pt, the bare model before the first step."""
-        save(unwrap(model), self.folder / "init.pt")
+        save(_in_stock_order(model), self.folder / "init.pt")
 
     def after_epoch(self, make_content, epoch, is_best):
         """Write last.pt, and beside it the files that this epoch deserves; `is_best` only for a validated epoch.

@@ -50,6 +50,7 @@ def train_parser():
     add("--workers", type=int, default=8, help="loader processes, at most")
     add("--cache-images", nargs="?", const=True, default=False, choices=["ram", "disk"],
         help="keep the resized images in RAM (default), or in one file that is mapped into memory")  # fmt: skip
+    add("--amp", choices=["fp16", "bf16", "off"], help="mixed precision; default fp16 on a GPU, off on a CPU")
     add("--sync-bn", action="store_true", help="batch statistics over all processes (with torchrun)")
     add("--local_rank", "--local-rank", type=int, default=-1, help="set by launchers")
 
@@ -79,6 +80,10 @@ def _add_fast_flags(parser):
     add("--loader-timeout", type=int, default=300, help="seconds without a batch after which these loaders give up")
     add("--seed", type=int, default=None, help="equal batches for any workers, flags, ranks and restarts; shuffles")
     add("--fast-loss", action="store_true", help="assignment and loss for the whole batch at once; equal values")
+    add("--fast-step", action="store_true", help="a step that never waits for the GPU; channels-last, multi-tensor")
+    add("--sync-interval", type=int, default=10, metavar="N", help="steps between two loss read-backs of --fast-step")
+    add("--cuda-graph", action="store_true", help="the whole step as a CUDA graph (with --fast-loss and --fast-step)")
+    add("--fast", action="store_true", help="every faster path that this machine can run; says which")
     add("--ota-last", type=int, default=None, metavar="N", help="OTA in the last N epochs only, the plain loss before")
 
 
@@ -132,7 +137,8 @@ def check_train_options(opt):
     if not opt.cfg and not opt.weights:
         raise ValueError("give --cfg (a model yaml) or --weights (a checkpoint): there is nothing to train")
     lower_bounds = {"epochs": 1, "batch_size": 1, "workers": 0, "test_batch_size": 1, "evolve": 0, "ota_last": 1,
-                    "micro_batch_size": 0, "prefetch_factor": 1, "loader_timeout": 1, "seed": 0}  # fmt: skip
+                    "micro_batch_size": 0, "prefetch_factor": 1, "loader_timeout": 1, "seed": 0,
+                    "sync_interval": 1}  # fmt: skip
     for name, low in lower_bounds.items():
         value = getattr(opt, name)
         if value is not None and value < low:

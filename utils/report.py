@@ -87,7 +87,7 @@ class RunReport:
             self._open_files([], 0)
         self.epoch_number = epoch
         self.started = time.monotonic()
-        self.batches_before, self.batches_done = epoch * num_batches, 0
+        self.batches_before, self.batches_done, self.losses_seen = epoch * num_batches, 0, 0
         self.mean_losses = torch.full((4,), math.nan)
         self.num_labels = self.image_size = 0
         logger.info("\n" + "%10s" * len(HEADER), *HEADER)
@@ -97,19 +97,27 @@ class RunReport:
     def batch(self, loss_items, images, targets, paths):
         """Account for one training batch.
 
-        loss_items [4: box, obj, cls, total], detached; images [B x 3 x H x W] as trained, targets [n x 6] and paths of
-        the batch. The first batches of a run are drawn.
+        loss_items as in `losses`; images [B x 3 x H x W] as trained, targets [n x 6] and paths of the batch. The first
+        batches of a run are drawn.
         """
-        seen = self.batches_done
-        self.mean_losses = (self.mean_losses.to(loss_items) * seen + loss_items) / (seen + 1) if seen else loss_items
         self.num_labels, self.image_size = len(targets), images.shape[-1]
-        self.bar.set_description(self._progress_text(), refresh=False)
-        number = self.batches_before + seen
+        self.losses(loss_items)
+        number = self.batches_before + self.batches_done
         if self.pictures and number < NUM_PREVIEWS:
             # copies, because the buffers of a batch may be used again while the drawing thread works
             copies = [_first(images, PREVIEW_IMAGES), _first(targets), list(paths)]
             in_background(plot_images, *copies, self.save_dir / f"train_batch{number}.jpg", self.names)
         self.batches_done += 1
+
+    def losses(self, loss_items):
+        """Take into the means of this epoch what is new: [4: box, obj, cls, total] of a batch, or a row for several."""
+        if not len(loss_items):
+            return
+        for items in loss_items.detach().view(-1, 4):
+            seen = self.losses_seen
+            self.mean_losses = (self.mean_losses.to(items) * seen + items) / (seen + 1) if seen else items
+            self.losses_seen += 1
+        self.bar.set_description(self._progress_text(), refresh=False)
 
     def epoch_done(self, results, learning_rates, class_ap=None):
         """Record the epoch: one line in every file.
@@ -177,6 +185,9 @@ class NullReport:
         return feed
 
     def batch(self, loss_items, images, targets, paths):
+        pass
+
+    def losses(self, loss_items):
         pass
 
     def epoch_done(self, results, learning_rates, class_ap=None):
