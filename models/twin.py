@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from models import reparam
 from models.common import MP, SP, SPPCSPC, Conv, RepConv
 from models.fused_kernels import IDENTITY, LEAKY_RELU, SILU, HalvingPool, NormActivation
 from models.yolo import IAuxDetect, IDetect, Model
