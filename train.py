@@ -64,7 +64,7 @@ def main(opt):
 def train(hyp, opt, data, device, ranks):
     """One training run. Returns the last validation: P, R, mAP@.5, mAP@.5:.95, box, obj and cls loss."""
     dist.init_seeds(2 + ranks.rank)
-    paths = fastpaths.choose(opt, device)
+    paths = fastpaths.choose(opt, device, make_twin)
 
     model, stored = build_model(opt, hyp, data, device)
     freeze_layers(model, opt.freeze)
@@ -78,7 +78,7 @@ def train(hyp, opt, data, device, ranks):
         scheduler.lr_lambdas = [optim.lr_factor(progress.epochs, hyp["lrf"], opt.linear_lr)] * 3
     report, checkpoints = open_records(opt, hyp, data, ranks, progress)
 
-    loaders = open_loaders(opt, hyp, data, max(int(model.stride.max()), 32), ranks, progress.start_epoch)
+    loaders = open_loaders(opt, hyp, data, max(int(model.stride.max()), 32), ranks, progress.start_epoch, device)
     if not opt.resume:
         report.labels(loaders.dataset.labels)
         if ranks.is_main and not opt.noautoanchor:  # the other processes receive the anchors with the weights
@@ -175,6 +175,13 @@ def build_model(opt, hyp, data, device):
     return model, stored
 
 
+def make_twin(model):
+    """The form of `model` that trains fastest on a GPU; imported only then, for it needs Triton."""
+    from models.twin import training_twin
+
+    return training_twin(model)
+
+
 def open_records(opt, hyp, data, ranks, progress):
     """Report and checkpoints of this process; the main one also writes hyp.yaml and opt.yaml, as they were given."""
     report, checkpoints = open_report(opt, data.names, ranks), NoCheckpoints()
@@ -188,10 +195,10 @@ def open_records(opt, hyp, data, ranks, progress):
     return report, checkpoints
 
 
-def open_loaders(opt, hyp, data, stride, ranks, first_epoch):
+def open_loaders(opt, hyp, data, stride, ranks, first_epoch, device):
     """The Loaders of a run, with labels checked: ids within the classes, and at least one box to learn from."""
     image_size, test_size = (round_up(size, stride) for size in opt.img_size)
-    fast = fastpaths.loader_options(opt, first_epoch)
+    fast = fastpaths.loader_options(opt, first_epoch, device)
     train_loader, dataset = create_dataloader(
         data.train, image_size, opt.batch_size, stride, opt, hyp=hyp, augment=True, cache=opt.cache_images,
         rect=opt.rect, rank=ranks.rank, world_size=ranks.world_size, workers=opt.workers,

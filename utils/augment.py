@@ -11,6 +11,7 @@ import math
 import random
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import cv2
 import numpy as np
@@ -230,29 +231,58 @@ def box_candidates(box1, box2, wh_thr=2, ar_thr=20, area_thr=0.1, eps=1e-16):
     return big_enough & (kept_share > area_thr) & (elongation < ar_thr)
 
 
-def augment_hsv(img, hgain=0.5, sgain=0.5, vgain=0.5):
-    """Scale hue, saturation and value of `img`, in place, by factors drawn from 1 - gain to 1 + gain.
+class Colours(NamedTuple):
+    """Factors for hue, saturation and value."""
 
-    stock behaviour: the (lossy) way to HSV and back is taken even if all gains are 0.
+    hue: float
+    saturation: float
+    value: float
+
+    def tables(self):
+        """The new hue, saturation and value for each old one [3 x 256 uint8]."""
+        scaled = (LEVELS * gain for gain in self)
+        return np.stack([(next(scaled) % 180), *(levels.clip(0, 255) for levels in scaled)]).astype(np.uint8)
+
+    def apply(self, img):
+        """Change `img` [h x w x 3: BGR], in place.
+
+        stock behaviour: the (lossy) way to HSV and back is taken even if all gains are 0.
+        """
+        apply_tables(img, self.tables(), self)
+
+
+def draw_colours(hgain, sgain, vgain):
+    """Colours with factors from 1 - gain to 1 + gain."""
+    return Colours(*(np.random.uniform(-1, 1, 3) * [hgain, sgain, vgain] + 1))
+
+
+def augment_hsv(img, hgain=0.5, sgain=0.5, vgain=0.5):
+    """Scale hue, saturation and value of `img`, in place, by factors drawn from 1 - gain to 1 + gain."""
+    draw_colours(hgain, sgain, vgain).apply(img)
+
+
+def apply_tables(img, tables, gains=None):
+    """Look up hue, saturation and value of `img` [h x w x 3: BGR] in `tables` [3 x 256], in place.
+
+    `gains` are the factors that the tables come from, if they are known: multiplying takes half the time of looking up.
     """
-    hue, saturation, value = np.random.uniform(-1, 1, 3) * [hgain, sgain, vgain] + 1
     hsv, planes = reused("hsv", *img.shape), reused("hsv planes", 3, *img.shape[:2])
     cv2.cvtColor(img, cv2.COLOR_BGR2HSV, dst=hsv)
     cv2.split(hsv, planes)
-    cv2.LUT(planes[0], (LEVELS * hue % 180).astype(np.uint8), dst=planes[0])
-    _scale_truncated(planes[1], saturation)
-    _scale_truncated(planes[2], value)
+    cv2.LUT(planes[0], tables[0], dst=planes[0])
+    for k in (1, 2):
+        if gains is None or not _scaled_truncated(planes[k], gains[k], tables[k]):
+            cv2.LUT(planes[k], tables[k], dst=planes[k])
     cv2.cvtColor(cv2.merge(planes, hsv), cv2.COLOR_HSV2BGR, dst=img)
 
 
-def _scale_truncated(plane, gain):
-    """Multiply `plane` [h x w, uint8] by `gain`, in place; fractions are cut off, what exceeds 255 becomes 255."""
-    table = (LEVELS * gain).clip(0, 255).astype(np.uint8)
+def _scaled_truncated(plane, gain, table):
+    """Multiply `plane` [h x w, uint8] by `gain`, in place, if that does what `table` [256] says; whether it does."""
     arithmetic = {"alpha": gain, "beta": -0.4999}  # rounds to nearest, so this cuts off unless a fraction is tiny
-    if np.array_equal(cv2.convertScaleAbs(np.arange(256, dtype=np.uint8), **arithmetic).ravel(), table):
-        cv2.convertScaleAbs(plane, dst=plane, **arithmetic)  # half the time of a table
-    else:
-        cv2.LUT(plane, table, dst=plane)
+    if not np.array_equal(cv2.convertScaleAbs(np.arange(256, dtype=np.uint8), **arithmetic).ravel(), table):
+        return False
+    cv2.convertScaleAbs(plane, dst=plane, **arithmetic)
+    return True
 
 
 def mixup(img1, labels1, img2, labels2):

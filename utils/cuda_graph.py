@@ -69,8 +69,8 @@ class GraphSteps(FastSteps):
     were the current stream.
     """
 
-    def __init__(self, training, interval=10):
-        super().__init__(training, interval)
+    def __init__(self, training, interval=10, make_twin=None):
+        super().__init__(training, interval, make_twin)
         self.is_off = None if self.sgd else "the optimiser is not SGD"
         self.loss, self.shapes, self.addresses = None, {}, ()
         self.counts = {"replayed": 0, "captured": 0, "ordinary": 0}

@@ -20,6 +20,7 @@ from utils.augment import (
     augment_hsv,
     box_candidates,
     copy_paste,
+    draw_colours,
     letterbox,
     mixup,
     random_perspective,
@@ -27,6 +28,7 @@ from utils.augment import (
 from utils.boxes import xywhn2xyxy, xyxy2xywh
 from utils.dist import rank_zero_first
 from utils.fast_loader import Settings, build_loader
+from utils.finishing import AtOnce
 from utils.image_cache import use_disk_cache
 from utils.inference_sources import LoadImages
 from utils.labels import img2label_paths, scan_dataset
@@ -155,6 +157,7 @@ class LoadImagesAndLabels(Dataset):
     With `rect` the pictures are sorted by aspect ratio, and each batch has the smallest common shape.
     """
 
+    finish = AtOnce()
     new_image = staticmethod(np.empty)  # where pixels of a sample go; --worker-tensor knows a place in its batch
 
     def __init__(
@@ -252,8 +255,10 @@ class LoadImagesAndLabels(Dataset):
         else:
             img, labels, shapes = self._plain_sample(index)
         if self.augment:
-            augment_hsv(img, self.hyp["hsv_h"], self.hyp["hsv_s"], self.hyp["hsv_v"])
-            if random.random() < self.hyp["paste_in"]:
+            colours = draw_colours(self.hyp["hsv_h"], self.hyp["hsv_s"], self.hyp["hsv_v"])
+            is_pasting = random.random() < self.hyp["paste_in"]
+            self.finish.recolour(img, colours, now=is_pasting)
+            if is_pasting:
                 labels = pastein(img, labels, self.samples_to_paste())
 
         labels[:, 1:5] = xyxy2xywh(labels[:, 1:5])
@@ -264,9 +269,7 @@ class LoadImagesAndLabels(Dataset):
 
         targets = torch.zeros((len(labels), 6))
         targets[:, 1:] = torch.from_numpy(labels)
-        image = self.new_image((3, *img.shape[:2]), np.uint8)
-        cv2.split(img, image[::-1])  # BGR into RGB planes
-        return torch.from_numpy(image), targets, self.img_files[index], shapes
+        return torch.from_numpy(self.finish.pixels(img, self.new_image)), targets, self.img_files[index], shapes
 
     def _mosaic_sample(self, index):
         """A mosaic, perhaps mixed with a second one."""
@@ -308,10 +311,10 @@ class LoadImagesAndLabels(Dataset):
     def _flipped(self, img, labels):
         """Flip up-down and left-right, each with its own probability."""
         if random.random() < self.hyp["flipud"]:
-            img = cv2.flip(img, 0)
+            img = self.finish.flip(img, 0)
             labels[:, 2] = 1 - labels[:, 2]
         if random.random() < self.hyp["fliplr"]:
-            img = cv2.flip(img, 1)
+            img = self.finish.flip(img, 1)
             labels[:, 1] = 1 - labels[:, 1]
         return img, labels
 

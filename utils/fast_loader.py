@@ -3,7 +3,7 @@
 import logging
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
+from utils.finishing import agrees_with_table
 from utils.loader_workers import LoaderError, can_fork, in_words
 from utils.seeding import EpochOrder, KeyedDataset, SeededQuad, WithKeys
 from utils.slabs import SlabLoader, choose_micro_batch, ring_length
@@ -31,6 +32,7 @@ class Settings:
     timeout: float = 300
     seed: int | None = None
     first_epoch: int = 0
+    finish_later: bool = False  # the consumer understands Unfinished batches
 
 
 class Passes:
@@ -114,6 +116,7 @@ def build_loader(dataset, batch_size, workers, settings, *, rank=-1, world_size=
             source, BatchSampler(sampler, batch_size, drop_last=False), batch_size, batch_bytes, workers,
             micro_batch=micro_batch, prefetch=prefetch, timeout=settings.timeout, collate_group=collate_fn4,
             endless=not image_weights, persistent=settings.persistent_workers, lock_pages=torch.cuda.is_available(),
+            finish_later=settings.finish_later and may_finish_later(dataset, collate_fn4),
         )  # fmt: skip
     samples, collate = _NamedErrors(source), collate_fn4 or collate_fn
     if collate_fn4 and source.seed is not None:
@@ -125,6 +128,11 @@ def build_loader(dataset, batch_size, workers, settings, *, rank=-1, world_size=
         timeout=settings.timeout if workers else 0, prefetch_factor=settings.prefetch_factor if workers else None,
         persistent_workers=settings.persistent_workers,
     )  # fmt: skip
+
+
+def may_finish_later(dataset, collate_group):
+    """Whether the last steps of the samples give the same bytes for whole batches on a GPU."""
+    return dataset.augment and not dataset.rect and not collate_group and agrees_with_table(dataset.img_size)
 
 
 def _enter(source, worker_id):
@@ -142,7 +150,7 @@ def settings_that_work(settings, workers, warn=True):
         flags = " ".join(f"--{name.replace('_', '-')}" for name in names)
         why = "this system cannot fork" if workers else "there are no loader workers (--workers 0, or a batch of one)"
         logger.warning("%s: %s; the reference loader is used", flags, why)
-    return Settings(False, False, 0, settings.prefetch_factor, settings.timeout, settings.seed, settings.first_epoch)
+    return replace(settings, persistent_workers=False, worker_tensor=False, micro_batch_size=0, finish_later=False)
 
 
 def max_pixels(dataset):

@@ -22,11 +22,13 @@ class FastSteps:
     """Makes the steps of a Training: `begin_epoch`, `step`, `late_items`, `end_epoch` and `finish` as that has them.
 
     `interval` is the number of steps between two read-backs of the losses. The Training stays the owner of all state.
-    Another optimiser than SGD makes its own steps, and those wait for the device when the loss is scaled.
+    Another optimiser than SGD makes its own steps, and those wait for the device when the loss is scaled. `make_twin`
+    gives the form of a model that is trained in its place, on the same tensors (see models/twin.py).
     """
 
-    def __init__(self, training, interval=10):
+    def __init__(self, training, interval=10, make_twin=None):
         self.training, self.average = training, AverageAtOnce()
+        self.make_twin, self.net = make_twin or (lambda model: model), None
         training.ema.average = self.average
         for model in (training.model, training.ema.ema):
             unwrap(model).to(memory_format=torch.channels_last)
@@ -42,6 +44,8 @@ class FastSteps:
 
     def begin_epoch(self):
         self.training.begin_epoch()
+        self.net = self.net or self.make_twin(self.training.model)
+        self.net.train()
         if self.sgd:
             self.sgd.drop()
 
@@ -78,7 +82,7 @@ class FastSteps:
         """
         training = self.training
         with training.autocast():
-            loss, items = compute_loss(training.model(images))
+            loss, items = compute_loss(self.net(images))
         training.scaler.scale(loss * training.loss_factor).backward()
         if self.sgd:
             self.sgd.collect()

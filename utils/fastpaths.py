@@ -10,6 +10,7 @@ import torch
 from utils import feed, loss, loss_batched
 from utils.cuda_graph import GraphSteps
 from utils.fast_step import FastSteps
+from utils.finishing import has_triton
 from utils.prefetch import Prefetch
 
 logger = logging.getLogger(__name__)
@@ -32,11 +33,14 @@ class Paths:
 REFERENCE = Paths(feed=feed.plain, losses=loss.losses_by_epoch, steps=own_steps)
 
 
-def choose(opt, device):
-    """The paths of this run, without flags REFERENCE; what flags chose is logged."""
+def choose(opt, device, make_twin=None):
+    """The paths of this run, without flags REFERENCE; what flags chose is logged.
+
+    `make_twin` makes the form of a model that trains fastest on a GPU, if there is one.
+    """
     reasons = flags_that_are_on(opt, device)
     paths, rows = choose_losses(REFERENCE, reasons.get("fast_loss"), opt.ota_last, device)
-    paths, more = choose_steps(paths, reasons, opt, device)
+    paths, more = choose_steps(paths, reasons, opt, device, make_twin)
     rows += more
     if opt.fast:
         rows = rows_about_the_machine(opt, device) + rows
@@ -94,17 +98,22 @@ def choose_losses(paths, reason, ota_last, device):
     return (replace(paths, losses=partial(paths.losses, **options)) if options else paths), rows
 
 
-def choose_steps(paths, reasons, opt, device):
+def choose_steps(paths, reasons, opt, device, make_twin=None):
     """`paths` with feed and steps of --fast-step and --cuda-graph, and rows for the log."""
     if "fast_step" not in reasons:
         return paths, []
     targets_device = torch.device("cpu") if "fast_loss" in reasons else None
     prefetch = Prefetch(targets_device, floats=opt.multi_scale)
     kind = GraphSteps if "cuda_graph" in reasons else FastSteps
-    paths = replace(paths, feed=prefetch, steps=partial(kind, interval=opt.sync_interval))
+    if not has_triton(device) or getattr(opt, "world_size", 1) > 1 or "," in str(opt.device):
+        make_twin = None
+    options = {"interval": opt.sync_interval} | ({"make_twin": make_twin} if make_twin else {})
+    paths = replace(paths, feed=prefetch, steps=partial(kind, **options))
     rows = [("feed", "copied ahead on a side stream, as bytes" if device.type == "cuda" else "as bytes",
              reasons["fast_step"]),
             ("step", f"no waiting, losses every {opt.sync_interval} steps", reasons["fast_step"])]  # fmt: skip
+    if make_twin:
+        rows.append(("model", "fused kernels (models/twin.py)", reasons["fast_step"]))
     if "cuda_graph" in reasons:
         rows.append(("step", "captured in a CUDA graph", reasons["cuda_graph"]))
     elif opt.fast or opt.cuda_graph:
@@ -119,8 +128,11 @@ def rows_about_the_machine(opt, device):
     return [("loader", "workers stay and assemble batches", "--fast"), ("amp", precision, why)]
 
 
-def loader_options(opt, first_epoch=0):
-    """Keyword arguments of create_dataloader for the loader flags; none without a flag, which means the reference."""
+def loader_options(opt, first_epoch=0, device=None):
+    """Keyword arguments of create_dataloader for the loader flags; none without a flag, which means the reference.
+
+    `device` is where the steps of the run are made; without it samples are finished on the host.
+    """
     asked = {
         "persistent_workers": opt.persistent_workers or opt.fast_dataloader or opt.fast,
         "worker_tensor": opt.worker_tensor or opt.fast_dataloader or opt.fast,
@@ -129,6 +141,8 @@ def loader_options(opt, first_epoch=0):
     }
     if not any(asked.values()) and opt.seed is None:
         return {}
+    if asked["worker_tensor"] and (opt.fast_step or opt.cuda_graph or opt.fast) and device and has_triton(device):
+        asked["finish_later"] = True
     logger.info("loader: %s", loader_in_words(asked, opt))
     return asked | {"timeout": opt.loader_timeout, "seed": opt.seed, "first_epoch": first_epoch}
 
@@ -137,6 +151,7 @@ def loader_in_words(asked, opt):
     """What the loader flags chose, for the log."""
     if asked["worker_tensor"]:
         kind = "micro-batches assembled by the workers in shared memory (--worker-tensor)"
+        kind += ", colours and flips on the GPU (--fast-step)" if asked.get("finish_later") else ""
     elif asked["persistent_workers"]:
         kind = "torch's, with workers that stay (--persistent-workers)"
     else:

@@ -7,9 +7,13 @@ A ring of a few slots holds the images there. A slot is filled again only after 
 also what keeps the main process from running further ahead than the ring is long.
 """
 
+import math
+from contextlib import contextmanager
+
 import torch
 
 from utils.feed import Batch
+from utils.finishing import Unfinished
 
 AHEAD = 3  # slots: one batch at work, one that waits for it, one that is being copied
 
@@ -19,7 +23,7 @@ class Slot:
 
     def __init__(self, device):
         self.device, self.is_cuda = device, device.type == "cuda"
-        self.room = torch.empty(0, dtype=torch.uint8, device=device)
+        self.rooms = [torch.empty(0, dtype=torch.uint8, device=device)] * 3
         self.copied, self.released = (self._event() if self.is_cuda else None for _ in range(2))
 
     def wait(self):
@@ -28,19 +32,36 @@ class Slot:
             self.released.synchronize()
 
     def fill(self, images, stream):
-        """Queue the copy of `images` [uint8] on `stream` and return them on the device, for work queued from now on."""
-        if self.room.numel() < images.numel():
-            self.room = torch.empty(images.numel(), dtype=torch.uint8, device=self.device)
-            if self.is_cuda:  # the memory may have belonged to work that is still queued
-                stream.wait_stream(torch.cuda.current_stream())
-        there = self.room[: images.numel()].view(images.shape)
+        """Queue the copy of `images` on `stream` and return them on the device, for work queued from now on.
+
+        `images` are uint8 [B x 3 x H x W], or an Unfinished batch, which is finished there.
+        """
+        with self._work_on(stream):
+            if not isinstance(images, Unfinished):
+                return self._copied(0, images)
+            there = Unfinished(*map(self._copied, range(2), images))
+            return there.finished(out=self._room(2, there.pixels.shape))
+
+    def _copied(self, number, part):
+        return self._room(number, part.shape).copy_(part, non_blocking=True)
+
+    def _room(self, number, shape):
+        """A tensor of bytes; the slot is free, so nothing in it is needed any more."""
+        size = math.prod(shape)
+        if self.rooms[number].numel() < size:
+            self.rooms[number] = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return self.rooms[number][:size].view(shape)
+
+    @contextmanager
+    def _work_on(self, stream):
+        """A context whose work goes to `stream`, and that the current stream then waits for."""
         if not self.is_cuda:
-            return there.copy_(images)
+            yield
+            return
         with torch.cuda.stream(stream):
-            there.copy_(images, non_blocking=True)
+            yield
             self.copied.record(stream)
         torch.cuda.current_stream().wait_event(self.copied)
-        return there
 
     def release(self):
         """The consumer is done with the batch, apart from work that it has queued."""
