@@ -29,7 +29,7 @@ def rows_of(case, plan):
 def owners_by_both_ways(case, plan, num_ious):
     layout = plan.layout()
     cells = assign.Cells(*assign.decode(rows_of(case, plan).float(), layout.corner, layout.anchor_size, layout.stride))
-    by_image = assign_batched._owners_by_image(cells, layout, plan.blocks, num_ious)
+    by_image = assign_batched._owners_by_image(cells, layout, plan.blocks(), num_ious)
     return assign_batched._owners_flat(cells, layout, plan.sizes, num_ious), by_image
 
 

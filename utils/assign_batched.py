@@ -64,12 +64,12 @@ def owners(rows, plan, num_ious=10):
     scale = layout.anchor_size, layout.stride
     cells = Cells(*decode(rows.float(), layout.corner, *scale))
     if not plan.padded:
-        return _owners_by_image(cells, layout, plan.blocks, num_ious)
+        return _owners_by_image(cells, layout, plan.blocks(), num_ious)
     if plan.sizes.pairs > FLAT_PAIRS:
         if rows.is_cuda and torch.cuda.is_current_stream_capturing():
             raise ValueError(f"{plan.sizes} are too many pairs for a CUDA graph (at most {FLAT_PAIRS}): run it without")
         _tell_once(plan.sizes.pairs)
-        return _owners_by_image(cells, layout, plan.blocks, num_ious)
+        return _owners_by_image(cells, layout, plan.blocks(), num_ious)
     return _owners_flat(cells, layout, plan.sizes, num_ious)
 
 
@@ -180,7 +180,7 @@ def matches(plan, owner, anchors):
         start += size
         _, num_anchors, ny, nx, _ = shape
         anchor = index // (ny * nx) % num_anchors
-        target = plan.target_rows.to(owner.device)[owner[won]]
+        target = torch.from_numpy(plan.target_rows).to(owner.device)[owner[won]]
         image = index // (num_anchors * ny * nx)
         layers.append((image, anchor, index // nx % ny, index % nx, target, anchors[layer][anchor]))
     return Matches.of_layers(layers)

@@ -59,6 +59,7 @@ class BatchedLoss(ComputeLoss):
             prepare(
                 targets.cpu(), shapes, self._host_anchors(), strides, image_size,
                 anchor_threshold=self.hyp["anchor_t"], reach=reach, padded=padded, at_least=sizes,
+                pinned=self.head.anchors.is_cuda,
             )
             for reach, sizes in zip(self.REACHES, at_least, strict=True)
         ]  # fmt: skip

@@ -201,11 +201,12 @@ class _Grids:
 
     def __init__(self, shapes):
         self.batch, self.num_anchors = shapes[0][:2]
-        self.height, self.width = np.array([shape[2:4] for shape in shapes]).T[:, :, None]  # [layers x 1] each
+        sides = np.array([shape[2:4] for shape in shapes], dtype=np.int32)
+        self.height, self.width = sides.T[:, :, None]  # [layers x 1] each
         self.per_anchor = self.height * self.width  # [layers x 1]
         self.per_image = (self.num_anchors * self.per_anchor)[:, 0].tolist()
-        self.starts = [0, *accumulate(self.batch * cells for cells in self.per_image)]  # [layers + 1]
-        self.num_cells = self.starts[-1]
+        starts = [0, *accumulate(self.batch * cells for cells in self.per_image)]
+        self.num_cells, self.starts = starts[-1], np.array(starts, dtype=np.int32)  # [layers + 1]
 
 
 def _empty_plan(sizes, shapes, pinned, **rest):
@@ -242,13 +243,13 @@ def _candidates(boxes, image, anchors, grids, threshold, reach):
         for distance in (centres, limits - centres)
     )
     steps = np.array(NEIGHBOUR_STEPS, dtype=np.float32).T[:, None, :, None] * reach  # [2 x 1 x steps x 1]
-    x, y = (centres[:, :, None] - steps).astype(np.int64)  # [layers x steps x N] each
-    x = x.clip(0, grids.width[:, None] - 1)
-    y = y.clip(0, grids.height[:, None] - 1)
-    cell = (image * num_anchors * grids.per_anchor + np.array(grids.starts[:-1])[:, None])[:, None] + (
-        y * grids.width[:, None] + x
-    )
-    positions = cell[:, :, None] + (np.arange(num_anchors) * grids.per_anchor)[:, None, :, None]  # by anchor, too
+    x, y = (centres[:, :, None] - steps).astype(np.int32)  # [layers x steps x N] each
+    np.clip(x, 0, grids.width[:, None] - 1, out=x)
+    np.clip(y, 0, grids.height[:, None] - 1, out=y)
+    first = image.astype(np.int32) * (num_anchors * grids.per_anchor) + grids.starts[:-1, None]  # [layers x N]
+    cell = first[:, None] + y * grids.width[:, None] + x
+    anchor_shift = np.arange(num_anchors, dtype=np.int32) * grids.per_anchor  # [layers x anchors]
+    positions = cell[:, :, None] + anchor_shift[:, None, :, None]  # [layers x steps x anchors x N]
 
     chosen = joins[:, :, None] & similar[:, None]  # [layers x steps x anchors x N]
     found = np.flatnonzero(chosen)
@@ -258,23 +259,22 @@ def _candidates(boxes, image, anchors, grids, threshold, reach):
     return positions.ravel()[found], found - row * count, np.arange(num_layers).repeat(per_layer)
 
 
-_scratch = threading.local()
+_notes = threading.local()
 
 
 def _distinct(positions, num_cells):
     """The distinct `positions` [m], ascending [u], and the place of each position among them [m].
 
-    By marks and notes on an array of all cells, which is kept: quicker than to sort.
+    The places are looked up in notes about all cells, which are kept from call to call: quicker than to search.
     """
-    if getattr(_scratch, "num_cells", 0) < num_cells:
-        _scratch.num_cells = num_cells
-        _scratch.marked, _scratch.place = np.zeros(num_cells, dtype=bool), np.empty(num_cells, dtype=np.int32)
-    marked, place = _scratch.marked, _scratch.place
-    marked[positions] = True
-    cells = np.flatnonzero(marked[:num_cells])
-    marked[cells] = False
-    place[cells] = np.arange(len(cells))
-    return cells, place[positions]
+    in_order = np.sort(positions)
+    is_first = np.ones(len(in_order), dtype=bool)
+    np.not_equal(in_order[1:], in_order[:-1], out=is_first[1:])
+    cells = in_order[is_first]
+    if getattr(_notes, "num_cells", 0) < num_cells:
+        _notes.num_cells, _notes.place = num_cells, np.empty(num_cells, dtype=np.int32)
+    _notes.place[cells] = np.arange(len(cells), dtype=np.int32)
+    return cells, _notes.place[positions]
 
 
 def _write_targets(parts, targets, image, in_image, image_size, sizes):
