@@ -21,13 +21,13 @@ def plan_of(case, padded, reach=0.5):
 
 def rows_of(case, plan):
     """What the distinct cells of `plan` predict."""
-    cells = plan.layout().cell_index.split(plan.sizes.cells)
+    cells = plan.layout.cell_index.split(plan.sizes.cells)
     pairs = zip(case.predictions[: case.num_layers], cells, strict=True)
     return torch.cat([grid.detach().reshape(-1, grid.shape[-1])[index] for grid, index in pairs])
 
 
 def owners_by_all_ways(case, plan, num_ious):
-    layout = plan.layout()
+    layout = plan.layout
     cells = assign_batched.decode(rows_of(case, plan).float(), layout)
     whole = [assign_batched.Piece(0, plan.sizes.targets, 0, plan.sizes.pairs)]
     pieces = assign_batched._pieces(plan, 700)

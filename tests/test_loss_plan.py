@@ -16,10 +16,10 @@ def plan_for(targets, **options):
 
 def test_a_plan_by_hand():
     plan = plan_for(TARGETS, padded=False)
-    layout = plan.layout()
+    layout = plan.layout
     assert plan.target_rows.tolist() == [1, 0]  # by image
     assert layout.target_class.tolist() == [0, 1]
-    assert layout.target_xyxy[0].tolist() == [10, 20, 26, 36]
+    assert layout.target_xyxy[0].tolist() == [10, 20, 26, 36, 256]
     assert plan.sizes == Sizes(targets=2, cells=(3, 0), candidates=3, pairs=3)
     # image 0: own cell (2, 3) at x 2.25 and its left neighbour; image 2: the centre is in the middle of a cell
     assert layout.corner.tolist() == [[1, 3], [2, 3], [2, 3]]
@@ -34,7 +34,7 @@ def test_a_plan_by_hand():
 
 def test_padding_is_nobody():
     plan = plan_for(TARGETS)
-    layout, sizes = plan.layout(), plan.sizes
+    layout, sizes = plan.layout, plan.sizes
     assert sizes == Sizes(64, (64, 64), 64, 64)
     assert layout.num_candidates.sum() == 3 and layout.num_pairs.sum() == sizes.pairs
     assert (layout.proposer[3:] == -1).all() and (layout.cell_of_candidate[3:] == 0).all()
@@ -44,7 +44,7 @@ def test_padding_is_nobody():
 
 def test_without_targets_all_is_padding():
     plan = plan_for(torch.zeros(0, 6))
-    assert plan.blocks() == [] and (plan.layout().proposer == -1).all()
+    assert plan.blocks() == [] and (plan.layout.proposer == -1).all()
     assert plan_for(torch.zeros(0, 6), padded=False).sizes == Sizes(0, (0, 0), 0, 0)
 
 

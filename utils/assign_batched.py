@@ -24,6 +24,7 @@ from utils.loss_plan import prepare
 logger = logging.getLogger(__name__)
 
 FLAT_PAIRS = 12_000_000  # at once, about 1 GB of passing memory
+CACHED_ROWS = 1024  # decoded at once on a CPU: what passes then stays in its cache
 HIGH = 1 << 32  # a vote is number of takers * HIGH + sum of their rows
 
 
@@ -43,7 +44,7 @@ def ota(predictions, targets, anchors, strides, image_size, *, anchor_threshold=
         targets.cpu(), [prediction.shape for prediction in predictions], anchors.cpu(), strides, image_size,
         anchor_threshold=anchor_threshold, reach=reach, padded=predictions[0].device.type != "cpu",
     ).to(predictions[0].device)  # fmt: skip
-    rows = gather_rows(plan.layout().cell_index, plan.sizes.cells, predictions)
+    rows = gather_rows(plan.layout.cell_index, plan.sizes.cells, predictions)
     return matches(plan, owners(rows, plan, num_ious), anchors)
 
 
@@ -61,12 +62,13 @@ def owners(rows, plan, num_ious=10, boxes=None):
     num_ious  how many of the best overlaps vote on the number of candidates of a target
     boxes     centre and size [u x 2 each] of `boxes_in_cells(rows, ...)`, if known
     """
-    layout = plan.layout()
+    layout = plan.layout
     if plan.sizes.candidates == 0:
         return torch.full_like(layout.proposer, -1)
-    cells = decode(rows.float(), layout, boxes)
     if not plan.padded:
+        cells = decode(rows.float(), layout, boxes, at_once=CACHED_ROWS)
         return assign_by_image.owners(cells, layout, plan.blocks(), num_ious)
+    cells = decode(rows.float(), layout, boxes)
     pieces = [Piece(0, plan.sizes.targets, 0, plan.sizes.pairs)]
     if plan.sizes.pairs > FLAT_PAIRS:
         if rows.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -92,15 +94,17 @@ def _tell_once(pairs):
 
 def boxes_in_cells(rows, layout):
     """Centre, counted from the corner of the cell, and size [u x 2 each] of the boxes in `rows` [u x 5+nc], in cells."""
-    return rows[:, :2].sigmoid() * 2 - 0.5, (rows[:, 2:4].sigmoid() * 2) ** 2 * layout.anchor_size
+    doubled = rows[:, :4].sigmoid() * 2
+    return doubled[:, :2] - 0.5, doubled[:, 2:] ** 2 * layout.anchor_size
 
 
-def decode(rows, layout, boxes=None):
-    """`assign.decode` of the distinct cells; `rows` [u x 5+nc] float32."""
+def decode(rows, layout, boxes=None, at_once=None):
+    """`assign.decode` of the distinct cells; `rows` [u x 5+nc] float32, so many `at_once` or all."""
     centre, size = boxes or boxes_in_cells(rows, layout)
     centre, half = (centre + layout.corner) * layout.stride, size * layout.stride / 2
     corners = torch.cat((centre - half, centre + half), 1)
-    return Cells(corners, *joint_class_logits(rows[:, 5:], rows[:, 4:5]))
+    parts = [joint_class_logits(part[:, 5:], part[:, 4:5]) for part in rows.split(at_once or len(rows))]
+    return Cells(corners, *(part[0] if len(part) == 1 else torch.cat(part) for part in zip(*parts, strict=True)))
 
 
 # --- all pairs in one list -------------------------------------------------------------------------------------------
@@ -133,10 +137,10 @@ def _pieces(plan, most):
 def _owners_flat(cells, layout, pieces, num_ious):
     """The owner [m] of each candidate; `pieces` cover all targets that have pairs."""
     area = (cells.boxes[:, 2:] - cells.boxes[:, :2]).prod(1, keepdim=True)
-    cells = Cells(torch.cat((cells.boxes, area), 1), cells.background_cost, cells.class_logits)
+    cell_values = torch.cat((cells.boxes, area, cells.background_cost[:, None]), 1)
     votes, lowest, cheapest = torch.zeros_like(layout.proposer), None, None
     for piece in pieces:
-        target, candidate, iou, cost = _pairs(cells, layout, piece)
+        target, candidate, iou, cost = _pairs(cell_values, cells.class_logits, layout, piece)
         by_cost = cost.sort(stable=True).indices
         _vote(votes, layout, piece, (target.int(), candidate, iou, by_cost), num_ious)
         first = torch.full_like(votes, piece.num_pairs)  # the place of a candidate's cheapest pair in `by_cost`
@@ -151,24 +155,25 @@ def _owners_flat(cells, layout, pieces, num_ious):
     return _owner(votes, cheapest)
 
 
-def _pairs(cells, layout, piece):
-    """The pairs of a piece by target, then by candidate: target (counted in the piece), candidate, IoU, cost [p each]."""
+def _pairs(cell_values, class_logits, layout, piece):
+    """The pairs of a piece by target, then by candidate: target (counted in the piece), candidate, IoU, cost [p each].
+
+    cell_values [u x 6: x1, y1, x2, y2, area, cost of no class]
+    """
     rows = slice(piece.first_target, piece.last_target)
     target = torch.repeat_interleave(layout.num_pairs[rows], output_size=piece.num_pairs)
     pair = torch.arange(piece.first_pair, piece.first_pair + piece.num_pairs, device=target.device)
-    candidate = pair + (layout.first_candidate - layout.first_pair)[rows][target]
-    candidate = candidate.clamp_(max=len(layout.proposer) - 1)  # the last target's pairs are padding
+    candidate = pair.add_((layout.first_candidate - layout.first_pair)[rows][target])
+    candidate.clamp_(max=len(layout.proposer) - 1)  # the last target's pairs are padding
     cell = layout.cell_of_candidate[candidate]
 
-    true_boxes = layout.target_xyxy[rows]
-    true_area = (true_boxes[:, 2:] - true_boxes[:, :2]).prod(1)
-    true, mine = true_boxes[target], cells.boxes[cell]
-    overlap = torch.min(true[:, 2:], mine[:, 2:4]).sub_(torch.max(true[:, :2], mine[:, :2])).clamp_(min=0)
+    true, mine = layout.target_xyxy[rows][target], cell_values[cell]
+    overlap = torch.min(true[:, 2:4], mine[:, 2:4]).sub_(torch.max(true[:, :2], mine[:, :2])).clamp_(min=0)
     intersection = overlap[:, 0] * overlap[:, 1]
-    union = true_area[target].add_(mine[:, 4]).sub_(intersection)
+    union = (true[:, 4] + mine[:, 4]).sub_(intersection)
     iou = intersection.div_(union).nan_to_num_(0.0)  # two boxes without area
 
-    cost = cells.background_cost[cell] - cells.class_logits[cell, layout.target_class[rows][target]]
+    cost = mine[:, 5] - class_logits[cell, layout.target_class[rows][target]]
     return target, candidate, iou, cost.add_((iou + 1e-8).log_().mul_(-IOU_WEIGHT))
 
 
@@ -181,7 +186,8 @@ def _vote(votes, layout, piece, pairs, num_ious):
     rows = slice(piece.first_target, piece.last_target)
     place = torch.arange(num_ious, device=votes.device)
     exists = place < layout.num_candidates[rows, None]
-    position = (layout.first_pair[rows, None] + (place - piece.first_pair)).clamp_(max=piece.num_pairs - 1)
+    position = torch.add(layout.first_pair[rows, None], place)
+    position.sub_(piece.first_pair).clamp_(max=piece.num_pairs - 1)
 
     def first_of_each(order):  # [t x num_ious] the first pairs of every target in this order of all pairs
         return order[target[order].sort(stable=True).indices[position]]
@@ -206,7 +212,7 @@ def _owner(votes, cheapest):
 
 def matches(plan, owner, anchors):
     """The Matches of candidates with an `owner` [m] of at least 0. Waits for the device: for tests and comparisons."""
-    layout, layers, start = plan.layout(), [], 0
+    layout, layers, start = plan.layout, [], 0
     for layer, (shape, size) in enumerate(zip(plan.shapes, plan.sizes.cells, strict=True)):
         won = ((owner >= 0) & (layout.layer_of_candidate == layer)).nonzero()[:, 0]
         index = layout.cell_index[start : start + size][layout.cell_of_candidate[won] - start]

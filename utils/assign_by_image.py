@@ -14,10 +14,10 @@ from utils.assign import IOU_WEIGHT
 def owners(cells, layout, blocks, num_ious):
     """`assign_batched.owners` for a Plan on the CPU; `cells` are the decoded distinct cells, `blocks` its images."""
     owner = torch.full_like(layout.proposer, -1)
-    corners = cells.boxes.T.contiguous()  # [4 x u: x1, y1, x2, y2], each of them in a row
-    mine = torch.stack((*corners, _area(corners), cells.background_cost)).index_select(1, layout.cell_of_candidate)
-    corners = layout.target_xyxy.T.contiguous()
-    true = torch.stack((*corners, _area(corners)))[:, :, None].numpy()  # [5 x t x 1]
+    x1, y1, x2, y2 = cells.boxes.T.contiguous()  # each of them in a row
+    values = torch.stack((x1, y1, x2, y2, (x2 - x1) * (y2 - y1), cells.background_cost))
+    mine = values.index_select(1, layout.cell_of_candidate)
+    true = layout.target_xyxy.T[:, :, None].numpy()  # [5 x t x 1]
     mine, classes, logits = mine.numpy(), layout.target_class.numpy(), cells.class_logits.numpy()
     cell, result = layout.cell_of_candidate.numpy(), owner.numpy()
     for first_target, num_targets, first, number in blocks:
@@ -26,10 +26,6 @@ def owners(cells, layout, blocks, num_ious):
         cost = costs(iou, mine[5, here], logits[cell[here]], classes[rows])
         result[here] = match(cost, num_wanted(iou, num_ious), num_ious, first_target)
     return owner
-
-
-def _area(corners):
-    return (corners[2] - corners[0]) * (corners[3] - corners[1])
 
 
 @np.errstate(divide="ignore", invalid="ignore")
@@ -62,9 +58,9 @@ def costs(iou, background_cost, logits, classes):
 def num_wanted(iou, num_ious):
     """How many candidates each target gets [g]; see `assign.dynamic_k`."""
     size = min(num_ious, iou.shape[1])
-    best = np.partition(iou, iou.shape[1] - size, axis=1)[:, -size:]
-    best = -np.sort(-best, axis=1)  # the largest first, which decides how the sum is rounded
-    return np.maximum(torch.from_numpy(best).sum(1).int().numpy(), 1)
+    best = np.partition(-iou, size - 1, axis=1)[:, :size]
+    best.sort(axis=1)  # the largest overlap first, which decides how the sum is rounded
+    return np.maximum(torch.from_numpy(-best).sum(1).int().numpy(), 1)
 
 
 def match(cost, wanted, num_ious, first_target):

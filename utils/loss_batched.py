@@ -16,7 +16,6 @@ takes part in every sum, with weight 0 unless it is a match. So it may run insid
 The slopes of the loss are computed with it (`loss_slopes`); the backward pass only writes them where they belong.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ from utils import assign_batched
 from utils.assign_batched import boxes_in_cells, gather_rows
 from utils.loss import AUXILIARY_WEIGHT, ComputeLoss, LossClasses, smooth_labels
 from utils.loss_plan import Layout, prepare
-from utils.loss_slopes import BinaryLoss, KnownSlopes, complete_iou
+from utils.loss_slopes import KnownSlopes, binary_loss, binary_loss_change, complete_iou
 
 
 class View(NamedTuple):
@@ -106,91 +105,92 @@ class BatchedLoss(ComputeLoss):
     def owners(self, view, plan):
         """The target of each candidate [m], -1 for none."""
         if self.NUM_IOUS is None:
-            return plan.layout().proposer
+            return plan.layout.proposer
         with torch.autocast(view.rows.device.type, enabled=False):
             boxes = view[1:] if view.rows.dtype == torch.float32 else None
             return assign_batched.owners(view.rows, plan, self.NUM_IOUS, boxes)
 
     def _branch(self, predictions, view, plan, owner, share):
         """Loss and items of one branch of the head, `share` of them; its gradient goes to `predictions`."""
-        layout, sizes = plan.layout(), plan.sizes.cells
+        layout, sizes = plan.layout, plan.sizes.cells
         if not plan.padded:  # nobody asks for fixed shapes, so only matches are computed
             view, layout, sizes, owner = only_matches(view, layout, sizes, owner)
         with torch.no_grad(), torch.autocast(owner.device.type, enabled=False):
-            objectness = torch.cat([prediction[..., 4].reshape(-1) for prediction in predictions]).float()
             matched = matched_candidates(layout, owner, len(sizes))
             gains = [share * self.hyp[gain] for gain in ("box", "obj", "cls")]
             slopes = [gain * len(predictions[0]) for gain in gains]  # the loss is multiplied by the batch size
-            box, box_slopes, overlap = self._box_term(view, layout, matched, slopes[0])
-            terms = self._object_term(objectness, view, layout, sizes, plan.shapes, matched, overlap, slopes[1])
-            object_term, object_slopes, objectness = terms
-            class_term, class_slopes = self._class_term(view, layout, matched, slopes[2])
-
+            class_term, rows = self._class_term(view, layout, matched, slopes[2])
+            box, overlap, rows[:, :4] = self._box_term(view, layout, matched, slopes[0])
+            wanted = self._wanted_objectness(view, matched, overlap)
+            object_term, rows[:, 4], objectness = self._object_term(predictions, view, wanted, sizes, slopes[1])
             items = [gain * term for gain, term in zip(gains, (box, object_term, class_term), strict=True)]
             items = torch.stack((*items, sum(items)))
-            rows = torch.cat((box_slopes, object_slopes[:, None], class_slopes), 1)
-        total = items[3:] * len(predictions[0])
+            total = items[3:] * len(predictions[0])
         return KnownSlopes.apply(total, layout.cell_index, sizes, rows, objectness, *predictions), items
 
-    def _box_term(self, view, layout, matched, gain):
-        """Box loss, `gain` times its slopes [u x 4] for the cells, and the overlap [n] of each candidate."""
-        cell = matched.cell
-        true, geometry = layout.target_box[matched.target], layout.geometry[cell]
-        grid_size = geometry[:, 4:6]
-        overlap, by_centre, by_size = complete_iou(
-            view.centre[cell], view.size[cell], true[:, :2] * grid_size - geometry[:, :2], true[:, 2:] * grid_size
-        )
-        by_box = torch.cat((by_centre, by_size), 1) * (matched.weight * -gain)[:, None]
-        by_box = torch.where(matched.is_match[:, None], by_box, 0.0)
-        by_box = by_box.new_zeros(len(view.rows), 4).index_add_(0, cell, by_box)
-        score = view.rows[:, :4].float().sigmoid()
-        by_logit = torch.cat((score[:, :2], view.size), 1) * (1 - score) * 2
-        return weighted_sum(1 - overlap, matched), by_box * by_logit, overlap
-
-    def _object_term(self, objectness, view, layout, sizes, shapes, matched, overlap, gain):
-        """Objectness loss, and `gain` times its slopes: for the cells [u], and for all cells as if no object was there.
-
-        objectness [cells of all layers]; what a cell learns is the overlap of the last match in it.
-        """
-        settings = self.hyp["obj_pw"], self.hyp["fl_gamma"]
-        value, slope = BinaryLoss(objectness, *settings).at(0.0)
-        score = (1 - self.gr) + self.gr * overlap.clamp(min=0)
-        score = torch.where(is_last(matched, len(view.rows)), score, 0.0)
-        wanted = score.new_zeros(len(view.rows)).index_add_(0, matched.cell, score)
-        wanted = wanted.to(view.rows.dtype).float()  # stock behaviour: rounded like the predictions
-        more, more_slope = BinaryLoss(view.rows[:, 4].float(), *settings).change(wanted)
-
-        counts = [math.prod(shape[:4]) for shape in shapes]
-        parts = zip(self.balance, counts, *map(torch.split, (value, slope), (counts,) * 2),
-                    *map(torch.split, (more, more_slope), (sizes,) * 2), strict=True)  # fmt: skip
-        total = 0.0
-        for balance, count, dense, dense_slope, here, here_slope in parts:
-            total = total + (dense.sum() + here.sum()) * (balance / count)
-            dense_slope *= gain * balance / count
-            here_slope *= gain * balance / count
-        return total, more_slope, slope
-
     def _class_term(self, view, layout, matched, gain):
-        """Class loss, and `gain` times its slopes [u x nc] for the cells.
+        """Class loss, and `gain` times its slopes for the cells, as columns 5 and up of [u x 5+nc].
 
         Every class of a matched cell learns the negative label first; then the true ones change to the positive label.
         """
         rows, num_classes = view.rows.float(), self.head.nc
         if num_classes == 1:
-            return rows.new_zeros(()), rows.new_zeros(len(rows), rows.shape[1] - 5)
+            return rows.new_zeros(()), torch.zeros_like(rows)
+        settings = self.hyp["cls_pw"], self.hyp["fl_gamma"]
         labels = smooth_labels(self.hyp.get("label_smoothing", 0.0))
         positive, negative = (rounded_to(view.rows.dtype, label, rows.device) for label in labels)
-        settings = self.hyp["cls_pw"], self.hyp["fl_gamma"]
-        value, slope = BinaryLoss(rows[:, 5:], *settings).at(negative)
+        value, slope = binary_loss(rows, negative, *settings)
         weight = matched.weight / num_classes
         weight_of_cell = weight.new_zeros(len(rows)).index_add_(0, matched.cell, weight)
         slope = slope * (weight_of_cell * gain)[:, None]
 
-        column = layout.target_class[matched.target]
-        logits = rows.view(-1)[matched.cell * rows.shape[1] + (5 + column)]
-        more, more_slope = BinaryLoss(logits, *settings).change(positive, negative)
-        slope.view(-1).index_add_(0, matched.cell * num_classes + column, more_slope * (weight * gain))
-        return (value.sum(1) * weight_of_cell).sum() + (more * weight).sum(), slope
+        place = (layout.target_class[matched.target] + 5).add_(matched.cell, alpha=rows.shape[1])
+        more, more_slope = binary_loss_change(rows.view(-1)[place], positive, negative, *settings)
+        slope.view(-1).index_add_(0, place, weight * (more_slope * gain))
+        return (value[:, 5:].sum(1) * weight_of_cell).sum() + (more * weight).sum(), slope
+
+    def _box_term(self, view, layout, matched, gain):
+        """Box loss, the overlap [n] of each candidate, and `gain` times the slopes [u x 4] of the loss for the cells."""
+        true, geometry = layout.target_box[matched.target], layout.geometry[matched.cell]
+        true_centre = true[:, :2] * geometry[:, 4:6] - geometry[:, :2]
+        centres = torch.stack((view.centre[matched.cell], true_centre))
+        sizes = torch.stack((view.size[matched.cell], true[:, 2:] * geometry[:, 4:6]))
+        overlap, by_centre, by_size = complete_iou(centres, sizes)
+        value = (torch.where(matched.is_match, 1 - overlap, 0.0) * matched.weight).sum()
+
+        slopes = torch.cat((by_centre, by_size), 1) * (matched.weight * -gain)[:, None]
+        slopes = torch.where(matched.is_match[:, None], slopes, 0.0)
+        slopes = slopes.new_zeros(len(view.rows), 4).index_add_(0, matched.cell, slopes)
+        doubled = view.rows[:, :4].float().sigmoid() * 2
+        by_logit = torch.cat((doubled[:, :2], view.size), 1) * (2 - doubled)  # of twice the centre, and of the size
+        return value, overlap, slopes * by_logit
+
+    def _wanted_objectness(self, view, matched, overlap):
+        """What each cell [u] learns: the overlap of the last match in it, 0 without one."""
+        position = torch.arange(len(overlap), device=overlap.device)
+        position = torch.where(matched.is_match, position, -1)
+        last = position.new_full((len(view.rows),), -1).scatter_reduce_(0, matched.cell, position, "amax")
+        score = overlap.clamp(min=0)
+        if self.gr != 1:
+            score = (1 - self.gr) + self.gr * score
+        if len(score) == 0:
+            return score.new_zeros(len(last))
+        wanted = torch.where(last >= 0, score[last], 0.0)
+        return wanted.to(view.rows.dtype).float()  # stock behaviour: rounded like the predictions
+
+    def _object_term(self, predictions, view, wanted, sizes, gain):
+        """Objectness loss, and `gain` times its slopes: what the objects add in the cells [u], and all cells without."""
+        settings = self.hyp["obj_pw"], self.hyp["fl_gamma"]
+        logits = torch.cat([prediction[..., 4].reshape(-1) for prediction in predictions]).float()
+        value, slope = binary_loss(logits, 0.0, *settings)
+        more, more_slope = binary_loss_change(view.rows[:, 4].float(), wanted, 0.0, *settings)
+
+        counts = [prediction[..., 4].numel() for prediction in predictions]
+        factors = [balance / count for balance, count in zip(self.balance, counts, strict=True)]
+        slope_factors = [gain * factor for factor in factors]
+        torch._foreach_mul_([*value.split(counts), *more.split(sizes)], factors * 2)
+        torch._foreach_mul_([*slope.split(counts), *more_slope.split(sizes)], slope_factors * 2)
+        return value.sum() + more.sum(), more_slope, slope
 
 
 class BatchedLossOTA(BatchedLoss):
@@ -212,7 +212,7 @@ CLASSES = LossClasses(BatchedLoss, BatchedLossOTA, BatchedLossAuxOTA)
 @torch.no_grad()
 def look(predictions, plan):
     """The View of the cells of `plan`."""
-    layout = plan.layout()
+    layout = plan.layout
     rows = gather_rows(layout.cell_index, plan.sizes.cells, predictions)
     centre, size = boxes_in_cells(rows, layout)
     return View(rows, centre.float(), size.float())
@@ -237,19 +237,6 @@ def matched_candidates(layout, owner, num_layers):
     count = torch.zeros(num_layers, device=owner.device).index_add_(0, layer, is_match.float())
     weight = is_match / count.clamp_(min=1)[layer]
     return Matched(is_match, weight, layout.cell_of_candidate, owner.clamp(min=0))
-
-
-def weighted_sum(values, matched):
-    """The weighted sum of `values` [n] of the matches; the others may have any value."""
-    return (torch.where(matched.is_match, values, 0.0) * matched.weight).sum()
-
-
-def is_last(matched, num_cells):
-    """Which candidates [n] are the last match of their cell: the one whose score counts."""
-    position = torch.arange(len(matched.cell), device=matched.cell.device)
-    position = torch.where(matched.is_match, position, -1)
-    last = torch.full((num_cells,), -1, device=position.device).scatter_reduce_(0, matched.cell, position, "amax")
-    return matched.is_match & (last[matched.cell] == position)
 
 
 def rounded_to(dtype, number, device):

@@ -11,7 +11,7 @@ repeats the first one.
 
 import math
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -41,7 +41,7 @@ class Layout(NamedTuple):
     layer_of_candidate: torch.Tensor  # [m]
     proposer: torch.Tensor  # [m] the target that made it a candidate, -1 for padding
     target_box: torch.Tensor  # [t x 4: x, y, w, h normalised] float32
-    target_xyxy: torch.Tensor  # [t x 4] in pixels of the network input
+    target_xyxy: torch.Tensor  # [t x 5: x1, y1, x2, y2 in pixels of the network input, area]
     geometry: torch.Tensor  # [u x 7] of the cells, see the properties
 
     @property
@@ -106,7 +106,11 @@ class Sizes:
     def of_parts(self):
         """How many numbers the parts of a Layout have: int64 ones, then float32 ones."""
         cells = sum(self.cells)
-        return (*[self.targets] * 5, cells, cells, *[self.candidates] * 3), (self.targets * 4,) * 2 + (cells * 7,)
+        return (*[self.targets] * 5, cells, cells, *[self.candidates] * 3), (
+            self.targets * 4,
+            self.targets * 5,
+            cells * 7,
+        )
 
 
 def _round_up(count):
@@ -125,6 +129,13 @@ class Plan:
     padded: bool  # to fixed shapes, which those who compute with it then keep
     target_rows: np.ndarray  # [targets] the rows of the caller's targets, sorted by image
     per_image: tuple  # numbers of targets [batch] and of candidates [batch], arrays on the host
+    layout: Layout = field(init=False, repr=False)  # the parts, as views of the buffer
+
+    def __post_init__(self):
+        ints, floats = self.sizes.of_parts()
+        whole, rest = self.buffer.split([sum(ints), len(self.buffer) - sum(ints)])
+        boxes, corners, geometry = rest.view(torch.float32)[: sum(floats)].split(floats)
+        self.layout = Layout(*whole.split(ints), boxes.view(-1, 4), corners.view(-1, 5), geometry.view(-1, 7))
 
     def to(self, device):
         """The same with its buffer on `device`; to a GPU it travels without waiting."""
@@ -139,13 +150,6 @@ class Plan:
         self.buffer.copy_(_ready_for(self.buffer.device, other.buffer), non_blocking=True)
         self.target_rows, self.per_image = other.target_rows, other.per_image
         return self
-
-    def layout(self):
-        """The parts, as views of the buffer."""
-        ints, floats = self.sizes.of_parts()
-        whole, rest = self.buffer.split([sum(ints), len(self.buffer) - sum(ints)])
-        boxes, corners, geometry = rest.view(torch.float32)[: sum(floats)].split(floats)
-        return Layout(*whole.split(ints), boxes.view(-1, 4), corners.view(-1, 4), geometry.view(-1, 7))
 
     def blocks(self):
         """A Block for each image with targets and candidates."""
@@ -189,7 +193,7 @@ def prepare(
     used = Sizes(len(targets), tuple(np.diff(edges).tolist()), len(target), int(in_image @ targets_in_image))
     sizes = used.rounded(at_least) if padded else used
     plan = _empty_plan(sizes, shapes, pinned, padded=padded, target_rows=order, per_image=(targets_in_image, in_image))
-    parts = Layout(*(part.numpy() for part in plan.layout()))
+    parts = Layout(*(part.numpy() for part in plan.layout))
     _write_targets(parts, targets, image, in_image, image_size, sizes)
     _write_cells(parts, cells, edges, sizes, grids, _geometry(shapes, anchors, torch.as_tensor(strides).tolist()))
     _write_candidates(parts, place, target, layer, _stable_order(image[target]), np.diff(edges), sizes)
@@ -289,7 +293,9 @@ def _write_targets(parts, targets, image, in_image, image_size, sizes):
     if sizes.targets > count:
         parts.num_pairs[-1] = sizes.pairs - parts.first_pair[-1]
     parts.target_box[:count] = targets[:, 2:6]
-    parts.target_xyxy[:count] = xywh2xyxy(targets[:, 2:6] * np.array((width, height, width, height), dtype=np.float32))
+    corners = xywh2xyxy(targets[:, 2:6] * np.array((width, height, width, height), dtype=np.float32))
+    parts.target_xyxy[:count, :4] = corners
+    parts.target_xyxy[:count, 4] = (corners[:, 2] - corners[:, 0]) * (corners[:, 3] - corners[:, 1])
 
 
 def _write_cells(parts, cells, edges, sizes, grids, table):

@@ -14,74 +14,78 @@ from torch.autograd.function import once_differentiable
 from utils.loss import FOCAL_ALPHA
 
 
-class BinaryLoss:
-    """`loss.binary_loss` of `logits` (float32, any shape), element by element."""
-
-    def __init__(self, logits, positive_weight=1.0, focal_gamma=0.0):
-        self.logits, self.weight, self.gamma = logits, positive_weight, focal_gamma
-        self.if_negative, self.score = F.softplus(logits), logits.sigmoid()
-
-    def at(self, label):
-        """Loss and slope for `label`, a number or a tensor of the logits' shape."""
-        value, slope = self.if_negative, self.score  # for the label 0
-        if isinstance(label, torch.Tensor) or label != 0:
-            by_label, slope_by_label = self._by_label()
-            value, slope = value + label * by_label, slope + label * slope_by_label
-        return (value, slope) if self.gamma <= 0 else self._focal(value, slope, label)
-
-    def change(self, label, before=0.0):
-        """How loss and slope change when the label `before`, a number, becomes `label`."""
-        if self.gamma <= 0:
-            return tuple((label - before) * by_label for by_label in self._by_label())
-        return tuple(new - old for new, old in zip(self.at(label), self.at(before), strict=True))
-
-    def _by_label(self):
-        """Cross-entropy and its slope are linear in the label; these are the factors."""
-        if_positive = self.if_negative - self.logits
-        return self.weight * if_positive - self.if_negative, (self.weight - 1) * self.score - self.weight
-
-    def _focal(self, value, slope, label):
-        """Both times alpha * (1 - p)^gamma, where p is the probability of the label."""
-        miss = (label + self.score - 2 * label * self.score).clamp(min=1e-30)  # 1 - p
-        miss_slope = (1 - 2 * label) * self.score * (1 - self.score)
-        factor = (label * FOCAL_ALPHA + (1 - label) * (1 - FOCAL_ALPHA)) * miss**self.gamma
-        return value * factor, factor * (slope + value * self.gamma * miss_slope / miss)
+def binary_loss(logits, label, positive_weight=1.0, focal_gamma=0.0):
+    """`loss.binary_loss` and its slope for each of `logits` (float32); `label` is a number or a tensor of their shape."""
+    value, score = F.softplus(logits), logits.sigmoid()  # cross-entropy against 0; its slope is the score
+    slope = score
+    if isinstance(label, torch.Tensor) or label != 0:
+        by_label, slope_by_label = _by_label(logits, positive_weight)
+        value, slope = value + label * by_label, slope + label * slope_by_label
+    return (value, slope) if focal_gamma <= 0 else _focal(value, slope, score, label, focal_gamma)
 
 
-def complete_iou(centre, size, true_centre, true_size, eps=1e-7):
-    """`boxes.complete_iou` [n] of boxes by centre and size [n x 2 each], and its slopes [n x 2] by centre and by size.
+def binary_loss_change(logits, label, before, positive_weight=1.0, focal_gamma=0.0):
+    """How `binary_loss` and its slope change when the label `before` becomes `label`, numbers or tensors."""
+    if focal_gamma <= 0:
+        step = label - before
+        return tuple(step * by_label for by_label in _by_label(logits, positive_weight))
+    new, old = (binary_loss(logits, which, positive_weight, focal_gamma) for which in (label, before))
+    return new[0] - old[0], new[1] - old[1]
 
-    Where two edges coincide each gets half of the slope, as autograd does it.
+
+def _by_label(logits, positive_weight):
+    """Cross-entropy and its slope are linear in the label; these are the factors, tensors or numbers."""
+    if positive_weight == 1:
+        return -logits, -1.0
+    against_0, score = F.softplus(logits), logits.sigmoid()
+    return positive_weight * (against_0 - logits) - against_0, (positive_weight - 1) * score - positive_weight
+
+
+def _focal(value, slope, score, label, gamma):
+    """Both times alpha * (1 - p)^gamma, where p is the probability of the label."""
+    miss = (label + score - 2 * label * score).clamp(min=1e-30)  # 1 - p
+    miss_slope = (1 - 2 * label) * score * (1 - score)
+    factor = (label * FOCAL_ALPHA + (1 - label) * (1 - FOCAL_ALPHA)) * miss**gamma
+    return value * factor, factor * (slope + value * gamma * miss_slope / miss)
+
+
+def complete_iou(centres, sizes, eps=1e-7):
+    """`boxes.complete_iou` [n] of boxes with true boxes, and its slopes [n x 2] by twice the centre and by the size.
+
+    centres, sizes [2 x n x 2] of the boxes, then of the true boxes. Where two edges coincide each gets half of the
+    slope, as autograd does it.
     """
-    low, high = centre - size / 2, centre + size / 2
-    true_low, true_high = true_centre - true_size / 2, true_centre + true_size / 2
-    size, true_size = high - low, true_high - true_low  # rounded as the edges are
-    gap = torch.min(high, true_high) - torch.max(low, true_low)  # negative when apart
+    half = sizes / 2
+    low, high = centres - half, centres + half
+    sides = high - low  # rounded as the edges are
+    gap = high.amin(0) - low.amax(0)  # negative when apart
+    enclosing = sides.sum(0) - gap
+    sides[..., 1] += eps
     overlap = gap.clamp(min=0)
     intersection = overlap[:, 0] * overlap[:, 1]
-    width, height = size[:, 0], size[:, 1] + eps
-    true_width, true_height = true_size[:, 0], true_size[:, 1] + eps
-    union = width * height + true_width * true_height - intersection + eps
+    union = (sides[..., 0] * sides[..., 1]).sum(0).sub_(intersection).add_(eps)
     iou = intersection / union
 
-    enclosing = size + true_size - gap
-    diagonal2 = (enclosing * enclosing).sum(1) + eps
-    shift = true_centre - centre
-    distance = (shift * shift).sum(1) / diagonal2
+    diagonal2 = (enclosing * enclosing).sum(1).add_(eps)
+    shift = centres[1] - centres[0]
+    distance = (shift * shift).sum(1).div_(diagonal2)
 
-    tall = height + eps
-    turn = torch.atan2(true_width, true_height + eps) - torch.atan2(width, tall)
-    aspect = (4 / math.pi**2) * turn * turn
-    alpha = aspect / (aspect - iou + (1 + eps))
+    tall = sides[..., 1] + eps
+    angles = torch.atan2(sides[..., 0], tall)
+    turn = angles[1] - angles[0]
+    aspect = (turn * turn).mul_(4 / math.pi**2)
+    alpha = aspect / (aspect - iou).add_(1 + eps)
 
-    by_enclosing = enclosing * (2 * distance / diagonal2)[:, None]  # slope of -distance
-    by_gap = overlap.flip(1) * (gap >= 0) * ((1 + iou) / union)[:, None] - by_enclosing
-    at_high, at_low = torch.sign(true_high - high), torch.sign(low - true_low)  # 1 where our edge is the inner one
-    by_centre = 2 * shift / diagonal2[:, None] + by_gap * (at_high - at_low) / 2
-    by_area = torch.stack((height, width), 1) * (iou / union)[:, None]
-    by_turn = torch.stack((tall, -width), 1) * (alpha * turn * (8 / math.pi**2) / (width * width + tall * tall))[:, None]
-    by_size = by_enclosing + by_gap * (2 + at_high + at_low) / 4 - by_area + by_turn
-    return iou - (distance + aspect * alpha), by_centre, by_size
+    stretch = enclosing * (distance / diagonal2)[:, None]  # half the slope of -distance by `enclosing`
+    by_gap = (overlap.flip(1) * (gap >= 0)).mul_(((iou + 1) / union)[:, None]).sub_(stretch, alpha=2)
+    at_high, at_low = torch.sign(high[1] - high[0]), torch.sign(low[0] - low[1])  # 1 where our edge is the inner one
+    by_centre = (by_gap * (at_high - at_low) / 4).add_(shift / diagonal2[:, None])
+    by_size = (by_gap * at_high.add_(at_low).add_(2)).mul_(0.25).add_(stretch, alpha=2)
+    by_size.sub_(sides[0].flip(1) * (iou / union)[:, None])
+    width, tall = sides[0, :, 0], tall[0]
+    per_turn = alpha * turn / torch.addcmul(width * width, tall, tall)
+    by_size.addcmul_(torch.stack((tall, -width), 1), per_turn[:, None], value=8 / math.pi**2)
+    return (iou - distance).sub_(aspect * alpha), by_centre, by_size
 
 
 class KnownSlopes(torch.autograd.Function):
