@@ -7,7 +7,10 @@ from functools import partial
 
 import torch
 
-from utils import feed, loss, loss_batched
+from utils import compiled, feed, loss, loss_batched
+from utils.checkpoint import Checkpoints
+from utils.checkpoint_thread import BackgroundCheckpoints
+from utils.fast_val import FastValidation
 
 logger = logging.getLogger(__name__)
 
@@ -69,3 +72,34 @@ def loader_in_words(asked, opt):
     else:
         kind = "torch's"
     return kind if opt.seed is None else f"{kind}; draws by seed, epoch and image (--seed {opt.seed})"
+
+
+def is_diagnosis():
+    """Whether DIAGNOSE_COMPILE=1 asks for a report instead of a training run."""
+    return compiled.is_on("DIAGNOSE_COMPILE")
+
+
+def compile_model(called, opt, on_compiled):
+    """With USE_COMPILE=1, compile `called`, the model as training calls it; see compiled.py."""
+    chosen = compiled.settings()
+    if chosen is None:
+        return
+    changing = [flag for flag in ("--multi-scale", "--rect") if getattr(opt, flag[2:].replace("-", "_"))]
+    if changing:
+        logger.warning("USE_COMPILE=1 has no effect with %s: image sizes change, so the model runs eagerly", *changing)
+        return
+    logger.info("%-8s| %-40s| %s", "model", f"compiled ({', '.join(chosen)})", "USE_COMPILE=1")
+    compiled.compile_model(called, chosen, on_compiled)
+
+
+def checkpoints(opt):
+    """The class that writes the checkpoints: under --fast-step a thread does."""
+    return BackgroundCheckpoints if getattr(opt, "fast_step", False) else Checkpoints
+
+
+def validation(opt):
+    """What scores the epochs before the last instead of test.evaluate: with --fast-val a FastValidation, else None."""
+    if not (opt.fast_val or getattr(opt, "fast", False)):
+        return None
+    logger.info("%-8s| %-40s| %s", "validate", "on the device, batch by batch (fast_val.py)", "--fast-val")
+    return FastValidation()

@@ -79,6 +79,7 @@ def _add_fast_flags(parser):
     add("--loader-timeout", type=int, default=300, help="seconds without a batch after which these loaders give up")
     add("--seed", type=int, default=None, help="equal batches for any workers, flags, ranks and restarts; shuffles")
     add("--fast-loss", action="store_true", help="assignment and loss for the whole batch at once; equal values")
+    add("--fast-val", action="store_true", help="validate whole batches on the device; pictures only in the end")
     add("--ota-last", type=int, default=None, metavar="N", help="OTA in the last N epochs only, the plain loss before")
 
 
