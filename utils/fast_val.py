@@ -61,8 +61,10 @@ class FastValidation:
     ):  # fmt: skip
         """As `test.evaluate` with the same arguments; returns an Evaluation."""
         weight = next(model.parameters())
-        layout = torch.channels_last if weight.device.type == "cuda" else torch.contiguous_format
-        model = model.to(memory_format=layout)
+        layout = torch.contiguous_format
+        if weight.device.type == "cuda":  # `model` is a copy, or was loaded to be scored
+            layout = torch.channels_last
+            model = model.to(memory_format=layout)
         self.loss = _batched(compute_loss)
         found, losses = Found(), torch.zeros(3, device=weight.device)
         for index, (images, targets, _, shapes) in enumerate(tqdm(loader, desc=HEADER)):
