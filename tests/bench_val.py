@@ -2,11 +2,11 @@
 
     python tests/bench_val.py [--images 5000] [--img 320] [--batch 128] [--weights best.pt] [--rate 5600]
 
-5,000 drawn pictures of 640 x 480 (copies of 250), kept in RAM. Without --weights the model is an untrained yolov7-tiny whose
-objectness is shifted until an image has about --candidates boxes above the threshold. Both sides run in turns: once to
-warm up, then --repeats times; medians with the extremes. `share` is the part of an epoch of 118,287 images, trained at
---rate images a second, that a validation of 5,000 would be. The parts of the fast side are timed alone, in a further
-pass that waits for the device after each.
+5,000 drawn pictures of 640 x 480 (copies of 250), kept in RAM. Without --weights the model is an untrained yolov7-tiny
+whose objectness is raised until an image has about --candidates boxes above the threshold. Each side runs once to warm
+up, then --repeats times; medians with the extremes. `share` is the part of an epoch of 118,287 images, trained at
+--rate images a second, that a validation of 5,000 is. The parts of the fast side are timed in a further pass, which waits for
+the device after each.
 """
 
 import argparse

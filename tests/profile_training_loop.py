@@ -2,13 +2,15 @@
 
     python tests/profile_training_loop.py --short                    # tiny, 320 px, batch 64: off, graph, all
     python tests/profile_training_loop.py --jobs tiny384 tiny64 full64 full640
-    python tests/profile_training_loop.py --cfg cfg/training/yolov7.yaml --img 320 --batch 64 --variants="off, --fast-loss"
+    python tests/profile_training_loop.py --cfg cfg/training/yolov7.yaml --img 640 --batch 32 --variants="off, --fast"
 
-Every row is a process of its own that runs train.py's own code on a drawn data set of 640 x 480 JPEGs with polygons, kept
-in RAM: warm-up, then at least 200 steps whose rate counts, then 40 steps with the phases timed, then steps on a batch
-that lies on the device already, which is the limit without a loader. A variant is a list of flags and of environment
-variables (NAME=VALUE); flags that this version does not know are skipped with a line. What fails is said, and the rest
-goes on. Prints a markdown table and writes it with results.json and phases.png into --out.
+Every row is a process of its own that runs train.py's own code on a drawn data set of 640 x 480 JPEGs with polygons,
+kept in RAM: warm-up, then 200 steps whose rate counts, then 40 steps with the phases timed, then steps on a batch that
+lies on the device already, which is the limit without a loader; --seconds ends a stage of a slow path before that.
+
+A variant is a list of flags and of environment variables (NAME=VALUE); flags that this version does not know are skipped
+with a line. What fails is said, and the rest goes on. Prints a markdown table and writes it with results.json and
+phases.png into --out.
 
     img/s       end to end, epoch changes included, pictures, validation and checkpoints not
     resident    the same with one batch for ever
@@ -26,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -160,16 +163,17 @@ def measure(options):
         device = dist.select_device(opt.device, opt.batch_size, ranks)
         timeline = Timeline(device)
         open_run_folder(opt, ranks)
-        with mock.patch("train.open_report", open_watched), mock.patch("train.open_loaders", open_sources):
-            with instruments(timeline):
-                train.train(load_hyp(opt.hyp), opt, load_data_yaml(opt.data, opt.single_cls), device, ranks)
+        hyp, data = load_hyp(opt.hyp), load_data_yaml(opt.data, opt.single_cls)
+        with (
+            mock.patch("train.open_report", open_watched), mock.patch("train.open_loaders", open_sources),
+            instruments(timeline),
+        ):  # fmt: skip
+            train.train(hyp, opt, data, device, ranks)
 
     open_report, open_loaders, device, timeline = train.open_report, train.open_loaders, None, None
     plan = stages(options)
-    try:
+    with suppress(Done):
         cli.run(run, train_parser().parse_args(line))
-    except Done:
-        pass
     results = dict(watched[0].results)
     if device.type == "cuda":
         results["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
@@ -185,7 +189,6 @@ def stages(options):
 
 def instruments(timeline):
     """A context in which the pieces of a step mark their phases in `timeline`."""
-    from contextlib import ExitStack
     from unittest import mock
 
     import torch
@@ -320,7 +323,9 @@ def parse():
     parser.add_argument("--timeout", type=int, default=400, help="seconds after which a row is given up")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--device", default="", help="cpu, or empty for the first GPU")
-    parser.add_argument("--short", action="store_true", help="tiny, 320 px, batch 64, three variants, about two minutes")
+    parser.add_argument(
+        "--short", action="store_true", help="tiny, 320 px, batch 64, three variants, about two minutes"
+    )
     parser.add_argument("--out", default="runs/profile_training_loop")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--data", help=argparse.SUPPRESS)

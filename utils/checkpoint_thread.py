@@ -24,8 +24,11 @@ class BackgroundCheckpoints(Checkpoints):
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._pending = None
 
-    def write(self, content, paths):
+    def after_epoch(self, make_content, epoch, is_best):
         self.wait()
+        super().after_epoch(make_content, epoch, is_best)
+
+    def write(self, content, paths):
         self._pending = self._writer.submit(self._write_all, snapshot(content), paths)
 
     def _write_all(self, content, paths):

@@ -135,6 +135,5 @@ class CompiledCall:
 
 
 def _warn_eager(error):
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    reason = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
-    logger.warning("USE_COMPILE=1: compiling failed, the model runs as without it (%s)", reason[:400])
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    logger.warning("USE_COMPILE=1: compiling failed, the model runs as without it (%s)", reason[:300])
