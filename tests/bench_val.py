@@ -3,10 +3,10 @@
     python tests/bench_val.py [--images 5000] [--img 320] [--batch 128] [--weights best.pt] [--rate 5600]
 
 5,000 drawn pictures of 640 x 480 (copies of 250), kept in RAM. Without --weights the model is an untrained yolov7-tiny
-whose objectness is raised until an image has about --candidates boxes above the threshold. Each side runs once to warm
+whose objectness is shifted until an image has about --candidates boxes above the threshold. Each side runs once to warm
 up, then --repeats times; medians with the extremes. `share` is the part of an epoch of 118,287 images, trained at
---rate images a second, that a validation of 5,000 is. The parts of the fast side are timed in a further pass, which waits for
-the device after each.
+--rate images a second, that a validation of 5,000 is. The parts of the fast side are timed in a further pass, which
+waits for the device after each.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -32,7 +33,7 @@ import test as scoring  # noqa: E402  (needs the path above)
 from models.experimental import attempt_load  # noqa: E402
 from models.yolo import Model  # noqa: E402
 from tools.bench_loader import write_images  # noqa: E402
-from utils import fast_val, metrics_batched  # noqa: E402
+from utils import fast_val, metrics_batched, nms_batched  # noqa: E402
 from utils.datasets import create_dataloader  # noqa: E402
 from utils.hyp import load_hyp, scale_hyp  # noqa: E402
 from utils.loss import ComputeLoss  # noqa: E402
@@ -66,14 +67,21 @@ def shift_objectness(model, images, wanted):
     head = model.model[-1]
     for _, bias in head.output_biases():
         bias.view(head.na, -1)[:, 5:] += torch.randn(head.na, head.no - 5, device=bias.device).to(bias.dtype) * 2
-    images = images.to(next(model.parameters()).dtype) / 255
-    for _ in range(40):
-        found = len(find_candidates(model(images)[0], 0.001).rows) / len(images)
-        if found >= wanted:
-            break
+    images, weight = images[:32], next(model.parameters())
+    images = images.to(weight.dtype) / 255
+    low, high, shifted = -10.0, 10.0, 0.0
+    while high - low > 0.01:
+        shift = (low + high) / 2
         for _, bias in head.output_biases():
-            bias.view(head.na, -1)[:, 4] += 0.25
+            bias.view(head.na, -1)[:, 4] += shift - shifted
+        shifted, found = shift, len(find_candidates(model(images)[0], 0.001).rows) / len(images)
+        low, high = (low, shift) if found > wanted else (shift, high)
     print(f"{found:.0f} candidates an image")
+
+
+def searching(quick, *args, **kwargs):
+    with mock.patch.object(fast_val, "without_search", nullcontext):
+        return quick(*args, **kwargs)
 
 
 def timed(function, device):
@@ -102,7 +110,7 @@ def parts(run, model, loader, device):
 
     seconds["loader alone"], _ = timed(lambda: [None for _ in loader], device)
     with (
-        watch(model, "forward", "forward"), watch(fast_val, "non_max_suppression", "nms"),
+        watch(model, "forward", "forward"), watch(fast_val, "detect", "nms"),
         watch(fast_val.Found, "add", "match"), watch(metrics_batched, "precision_recall", "curves"),
         watch(fast_val.BatchedLoss, "compute", "loss"),
     ):  # fmt: skip
@@ -113,6 +121,7 @@ def parts(run, model, loader, device):
 def main():
     options = parse()
     logging.disable(logging.INFO)
+    nms_batched.BLOCK = options.block
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     torch.backends.cudnn.benchmark = True
     with tempfile.TemporaryDirectory() as folder:
@@ -126,6 +135,7 @@ def main():
         runs = {
             "reference": lambda: scoring.evaluate(model, loader, nc, names, compute_loss=compute_loss),
             "fast": lambda: quick(model, loader, nc, names, compute_loss=compute_loss),
+            "fast, cuDNN searching": lambda: searching(quick, model, loader, nc, names, compute_loss=compute_loss),
         }
         first = {name: timed(run, device) for name, run in runs.items()}
         taken = {name: [timed(run, device)[0] for _ in range(options.repeats)] for name, run in runs.items()}
@@ -164,6 +174,7 @@ def parse():
     parser.add_argument("--weights", default="", help="a checkpoint instead of an untrained yolov7-tiny")
     parser.add_argument("--candidates", type=int, default=2000, help="an image, of the untrained model")
     parser.add_argument("--rate", type=float, default=5600, help="images a second in training")
+    parser.add_argument("--block", type=int, default=nms_batched.BLOCK, help="candidates in a block of the batched NMS")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--device", default="")

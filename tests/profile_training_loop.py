@@ -8,7 +8,7 @@ Every row is a process of its own that runs train.py's own code on a drawn data 
 kept in RAM: warm-up, then 200 steps whose rate counts, then 40 steps with the phases timed, then steps on a batch that
 lies on the device already, which is the limit without a loader; --seconds ends a stage of a slow path before that.
 
-A variant is a list of flags and of environment variables (NAME=VALUE); flags that this version does not know are skipped
+A variant is a list of flags and environment variables (NAME=VALUE); flags that this version does not know are skipped
 with a line. What fails is said, and the rest goes on. Prints a markdown table and writes it with results.json and
 phases.png into --out.
 

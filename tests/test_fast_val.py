@@ -10,7 +10,7 @@ import torch
 from models.yolo import Model
 from test import evaluate
 from tests import small_run
-from utils import fast_val, fastpaths
+from utils import fast_val, fastpaths, nms_batched
 from utils.boxes import scale_coords, xywh2xyxy
 from utils.datasets import create_dataloader
 from utils.fast_val import FastValidation
@@ -41,8 +41,15 @@ def case(tmp_path_factory):
     return model.eval(), loader, compute_loss
 
 
+@pytest.fixture(params=["image by image", "batched"])
+def suppression(request, monkeypatch):
+    """Both forms of NMS; a CPU would choose the first."""
+    if request.param == "batched":
+        monkeypatch.setattr(fast_val, "detect", nms_batched.non_max_suppression)
+
+
 @pytest.mark.parametrize("options", [{}, {"single_cls": True}, {"v5_metric": True}, {"conf_thres": 0.9}], ids=str)
-def test_equal_results(case, options):
+def test_equal_results(case, options, suppression):
     model, loader, compute_loss = case
     expected = evaluate(model, loader, 2, ["a", "b"], compute_loss=compute_loss, **options)
     quick = FastValidation()

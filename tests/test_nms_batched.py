@@ -30,6 +30,8 @@ def test_equals_the_reference(num_classes, half):
     for rows, other in zip(found.per_image(), expected, strict=True):
         assert torch.equal(rows, other)
     assert not found.rows[~found.valid].any()
+    again = nms_batched.stacked(expected)
+    assert torch.equal(again.rows, found.rows) and torch.equal(again.count, found.count)
 
 
 @pytest.mark.parametrize("block", [7, 64])

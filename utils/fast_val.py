@@ -5,6 +5,7 @@ pictures, no confusion matrix, no files; who wants those takes `test.evaluate`. 
 from one validation to the next, because the batches of a validation set never change.
 """
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -13,11 +14,10 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from utils import metrics_batched
+from utils import metrics_batched, nms, nms_batched
 from utils.boxes import xywh2xyxy
 from utils.loss_batched import BatchedLoss
 from utils.metrics import IOU_THRESHOLDS, Scores
-from utils.nms_batched import non_max_suppression
 
 HEADER = ("%20s" + "%12s" * 6) % ("Class", "Images", "Labels", "P", "R", "mAP@.5", "mAP@.5:.95")
 
@@ -66,6 +66,15 @@ class FastValidation:
             layout = torch.channels_last
             model = model.to(memory_format=layout)
         self.loss = _batched(compute_loss)
+        with without_search():
+            found, losses = self._pass(model, loader, layout, conf_thres, iou_thres, single_cls)
+        scores = found.scores(nc, v5_metric)
+        losses = (losses / max(len(loader), 1)).tolist()
+        return Evaluation((scores.precision, scores.recall, scores.map50, scores.map, *losses), scores.maps, scores)
+
+    def _pass(self, model, loader, layout, conf_thres, iou_thres, single_cls):
+        """(Found, sum of the loss items [3]) of all batches."""
+        weight = next(model.parameters())
         found, losses = Found(), torch.zeros(3, device=weight.device)
         for index, (images, targets, _, shapes) in enumerate(tqdm(loader, desc=HEADER)):
             pixels = images.to(weight.device, non_blocking=True).to(weight.dtype, memory_format=layout) / 255
@@ -73,13 +82,11 @@ class FastValidation:
             truth = self._truth(index, targets, shapes, pixels, maps)
             if self.loss:
                 losses += self.loss.compute([m.float() for m in maps], [truth.plan])[1][:3]
-            detections = non_max_suppression(predictions, conf_thres, iou_thres)
+            detections = detect(predictions, conf_thres, iou_thres)
             if single_cls:
                 detections.rows[..., 5] = 0
             found.add(detections, truth)
-        scores = found.scores(nc, v5_metric)
-        losses = (losses / max(len(loader), 1)).tolist()
-        return Evaluation((scores.precision, scores.recall, scores.map50, scores.map, *losses), scores.maps, scores)
+        return found, losses
 
     def _truth(self, index, targets, shapes, pixels, maps):
         """The Truth of batch number `index`, made anew only if its targets are not those of last time."""
@@ -93,6 +100,25 @@ class FastValidation:
                 known.plan = plan.to(pixels.device)
             self.truths[index] = known
         return known
+
+
+def detect(predictions, conf_thres, iou_thres):
+    """Detections of `predictions` [images x n x 5 + nc]; on a CPU image by image, which is quicker there."""
+    if predictions.device.type != "cpu":
+        return nms_batched.non_max_suppression(predictions, conf_thres, iou_thres)
+    return nms_batched.stacked(nms.non_max_suppression(predictions, conf_thres, iou_thres, multi_label=True))
+
+
+@contextmanager
+def without_search():
+    """Without cuDNN's search for the fastest kernels, which takes seconds for each of the many shapes of rectangular
+    batches, more than a validation of few batches can win back."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 def _batched(compute_loss):

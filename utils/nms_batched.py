@@ -31,6 +31,14 @@ class Detections(NamedTuple):
         return [rows[:count] for rows, count in zip(self.rows, self.count.tolist(), strict=True)]
 
 
+def stacked(detections):
+    """Detections of a list of [k x 6], as the reference returns it; at least one."""
+    rows = torch.zeros(len(detections), MAX_DETECTIONS, 6)
+    for slots, found in zip(rows, detections, strict=True):
+        slots[: len(found)] = found
+    return Detections(rows, torch.tensor([len(found) for found in detections]))
+
+
 class Candidates(NamedTuple):
     """Boxes above the threshold, image after image, best first; equal scores in the order of the predictions."""
 
