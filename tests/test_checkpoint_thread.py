@@ -2,6 +2,7 @@
 
 import threading
 from copy import deepcopy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -124,9 +125,9 @@ def test_a_failed_last_write_is_raised_before_the_files_are_read(tmp_path, monke
 
 
 def test_fast_step_has_its_checkpoints_written_by_a_thread():
-    opt = type("Options", (), {})()
+    opt = SimpleNamespace()
     assert fastpaths.checkpoints(opt) is Checkpoints
-    opt.fast_step = True
+    opt.fast = True
     assert fastpaths.checkpoints(opt) is BackgroundCheckpoints
 
 

@@ -93,8 +93,9 @@ def compile_model(called, opt, on_compiled):
 
 
 def checkpoints(opt):
-    """The class that writes the checkpoints: under --fast-step a thread does."""
-    return BackgroundCheckpoints if getattr(opt, "fast_step", False) else Checkpoints
+    """The class that writes the checkpoints: under --fast-step and --fast a thread does."""
+    in_thread = getattr(opt, "fast_step", False) or getattr(opt, "fast", False)
+    return BackgroundCheckpoints if in_thread else Checkpoints
 
 
 def validation(opt):
