@@ -18,7 +18,8 @@ from models.yolo import Model
 from test import evaluate, log_scores, score_checkpoint
 from utils import cli, dist, fastpaths, optim
 from utils.autoanchor import check_anchors
-from utils.checkpoint import Checkpoints, NoCheckpoints, read_checkpoint, transfer
+from utils.checkpoint import NoCheckpoints, read_checkpoint, transfer
+from utils.compile_report import explain
 from utils.data_yaml import load_data_yaml
 from utils.datasets import LoadImagesAndLabels, create_dataloader
 from utils.ema import ModelEMA
@@ -52,6 +53,9 @@ def main(opt):
     opt = prepare_train_options(opt, ranks)
     hyp, data = load_hyp(opt.hyp), load_data_yaml(opt.data, opt.single_cls)
     device = dist.select_device(opt.device, opt.batch_size, ranks)
+    if fastpaths.is_diagnosis():
+        print(explain(build_model(opt, hyp, data, device)[0], hyp, data.nc, opt.img_size[0]))
+        return
     dist.start_processes(ranks, device)
     open_run_folder(opt, ranks)
     if opt.evolve:
@@ -97,8 +101,10 @@ def train(hyp, opt, data, device, ranks):
     loss_of_epoch, validation_loss = paths.losses(model, progress.epochs)
     loss_factor = ranks.world_size * (4 if opt.quad else 1)
     called = dist.data_parallel(model, device, ranks, opt.device, opt.sync_bn)
+    fastpaths.compile_model(called, opt, report.exclude)
     training.start(called, loss_of_epoch(progress.start_epoch), loss_factor, progress.start_epoch, num_warmup)
-    validate = partial(validate_ema, training.ema, loaders.val, data, validation_loss, opt, device)
+    quick = fastpaths.validation(opt)
+    validate = partial(validate_ema, training.ema, loaders.val, data, validation_loss, opt, device, quick)
 
     started = time.time()
     trainable = Trainable(int(model.stride.max()))
@@ -149,12 +155,16 @@ def finish_epoch(epoch, rates, opt, training, progress, validate, report, checkp
     checkpoints.after_epoch(content, epoch, is_best)
 
 
-def validate_ema(ema, loader, data, compute_loss, opt, device, is_last):
-    """Score the moving average (in half precision on a GPU); returns its results and the AP of every class."""
-    evaluation = evaluate(
+def validate_ema(ema, loader, data, compute_loss, opt, device, quick, is_last):
+    """Score the moving average (in half precision on a GPU); returns its results and the AP of every class.
+
+    `quick` (None: test.evaluate) scores without pictures, so the last validation goes without it.
+    """
+    pictures = is_last and not opt.evolve
+    run = quick if quick and not pictures else partial(evaluate, picture_dir=opt.save_dir if pictures else None)
+    evaluation = run(
         ema.ema_for_evaluation(half=device.type == "cuda"), loader, data.nc, data.names, single_cls=opt.single_cls,
         compute_loss=compute_loss, v5_metric=opt.v5_metric,
-        picture_dir=opt.save_dir if is_last and not opt.evolve else None,
     )  # fmt: skip
     log_scores(evaluation.scores, data.names, per_class=is_last and 1 < data.nc < 50)
     return evaluation.results, evaluation.maps
@@ -189,7 +199,7 @@ def open_records(opt, hyp, data, ranks, progress):
         save_hyp(hyp, Path(opt.save_dir) / "hyp.yaml")
         save_options(opt, Path(opt.save_dir) / "opt.yaml")
     if ranks.is_main and not opt.evolve:
-        checkpoints = Checkpoints(Path(opt.save_dir) / "weights", progress.epochs, not opt.nosave)
+        checkpoints = fastpaths.checkpoints(opt)(Path(opt.save_dir) / "weights", progress.epochs, not opt.nosave)
     if progress.start_epoch:
         report.resume(progress.results_text, progress.epochs)
     return report, checkpoints

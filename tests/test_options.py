@@ -66,6 +66,7 @@ TRAIN_OURS = {
     "--persistent-workers": ([], True, False),
     "--worker-tensor": ([], True, False),
     "--fast-loss": ([], True, False),
+    "--fast-val": ([], True, False),
     "--ota-last": (["5"], 5, None),
     "--micro-batch-size": (["4"], 4, 0),
     "--prefetch-factor": (["4"], 4, None),

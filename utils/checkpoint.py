@@ -300,7 +300,10 @@ class Checkpoints:
                 paths.append(self.folder / f"best_{epoch:03d}.pt")
         if epoch == 0 or (epoch + 1) % 25 == 0 or epoch >= self.epochs - 5:
             paths.append(self.folder / f"epoch_{epoch:03d}.pt")
-        content = make_content()
+        self.write(make_content(), paths)
+
+    def write(self, content, paths):
+        """Write `content` to each of `paths`."""
         for path in paths:
             save(content, path)
 

@@ -7,9 +7,12 @@ from functools import partial
 
 import torch
 
-from utils import feed, loss, loss_batched
+from utils import compiled, feed, loss, loss_batched
+from utils.checkpoint import Checkpoints
+from utils.checkpoint_thread import BackgroundCheckpoints
 from utils.cuda_graph import GraphSteps
 from utils.fast_step import FastSteps
+from utils.fast_val import FastValidation
 from utils.finishing import has_triton
 from utils.prefetch import Prefetch
 
@@ -105,7 +108,7 @@ def choose_steps(paths, reasons, opt, device, make_twin=None):
     targets_device = torch.device("cpu") if "fast_loss" in reasons else None
     prefetch = Prefetch(targets_device, floats=opt.multi_scale)
     kind = GraphSteps if "cuda_graph" in reasons else FastSteps
-    if not has_triton(device) or getattr(opt, "world_size", 1) > 1 or "," in str(opt.device):
+    if not has_triton(device) or getattr(opt, "world_size", 1) > 1 or "," in str(opt.device) or compiled.settings():
         make_twin = None
     options = {"interval": opt.sync_interval} | ({"make_twin": make_twin} if make_twin else {})
     paths = replace(paths, feed=prefetch, steps=partial(kind, **options))
@@ -157,3 +160,35 @@ def loader_in_words(asked, opt):
     else:
         kind = "torch's"
     return kind if opt.seed is None else f"{kind}; draws by seed, epoch and image (--seed {opt.seed})"
+
+
+def is_diagnosis():
+    """Whether DIAGNOSE_COMPILE=1 asks for a report instead of a training run."""
+    return compiled.is_on("DIAGNOSE_COMPILE")
+
+
+def compile_model(called, opt, on_compiled):
+    """With USE_COMPILE=1, compile `called`, the model as training calls it; see compiled.py."""
+    chosen = compiled.settings()
+    if chosen is None:
+        return
+    changing = [flag for flag in ("--multi-scale", "--rect") if getattr(opt, flag[2:].replace("-", "_"))]
+    if changing:
+        logger.warning("USE_COMPILE=1 has no effect with %s: image sizes change, so the model runs eagerly", *changing)
+        return
+    logger.info("%-8s| %-40s| %s", "model", f"compiled ({', '.join(chosen)})", "USE_COMPILE=1")
+    compiled.compile_model(called, chosen, on_compiled)
+
+
+def checkpoints(opt):
+    """The class that writes the checkpoints: under --fast-step and --fast a thread does."""
+    in_thread = opt.fast_step or opt.cuda_graph or opt.fast
+    return BackgroundCheckpoints if in_thread else Checkpoints
+
+
+def validation(opt):
+    """What scores the epochs before the last instead of test.evaluate: with --fast-val a FastValidation, else None."""
+    if not (opt.fast_val or opt.fast):
+        return None
+    logger.info("%-8s| %-40s| %s", "validate", "on the device, batch by batch (fast_val.py)", "--fast-val")
+    return FastValidation()

@@ -84,6 +84,7 @@ def _add_fast_flags(parser):
     add("--sync-interval", type=int, default=10, metavar="N", help="steps between two loss read-backs of --fast-step")
     add("--cuda-graph", action="store_true", help="the whole step as a CUDA graph (with --fast-loss and --fast-step)")
     add("--fast", action="store_true", help="every faster path that this machine can run; says which")
+    add("--fast-val", action="store_true", help="validate whole batches on the device; pictures only in the end")
     add("--ota-last", type=int, default=None, metavar="N", help="OTA in the last N epochs only, the plain loss before")
 
 

@@ -94,6 +94,11 @@ class RunReport:
         self.bar = tqdm(feed, total=num_batches)
         return self.bar
 
+    def exclude(self, seconds):
+        """Leave the last `seconds` out of the epoch's time and speed."""
+        self.started += seconds
+        self.bar.start_t += seconds
+
     def batch(self, loss_items, images, targets, paths):
         """Account for one training batch.
 
@@ -183,6 +188,9 @@ class NullReport:
 
     def epoch(self, epoch, feed, num_batches):
         return feed
+
+    def exclude(self, seconds):
+        pass
 
     def batch(self, loss_items, images, targets, paths):
         pass
