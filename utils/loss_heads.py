@@ -1,0 +1,135 @@
+"""Losses of a model with several detection heads: each box goes to the head of its class.
+
+Every head has a loss object of its own, the same as a model with one head (`loss`, `loss_batched`), that sees only its
+predictions and only its boxes, with class ids counted within the head. Their sum, weighted by head, is the loss. A head
+without boxes learns that there is nothing.
+"""
+
+import logging
+from types import SimpleNamespace
+
+import torch
+
+from utils import loss, loss_batched
+
+logger = logging.getLogger(__name__)
+
+
+class OneHead:
+    """A head of a MultiHeadDetect in the form that a loss knows: nl, na, nc, anchors and stride of a detection layer."""
+
+    def __init__(self, layer, head):
+        self.layer = layer
+        self.nl, self.na, self.nc = layer.nl, layer.na, layer.head_nc[head]
+
+    @property
+    def anchors(self):
+        return self.layer.anchors
+
+    @property
+    def stride(self):
+        return self.layer.stride
+
+
+class HeadsLoss:
+    """The weighted sum of one loss per head; `make_loss(model)` makes each of them.
+
+    Called as the losses of `loss`, with predictions per head and level.
+    """
+
+    def __init__(self, model, make_loss):
+        bare = getattr(model, "module", model)
+        layer = bare.model[-1]
+        self.hyp = model.hyp if hasattr(model, "hyp") else bare.hyp
+        gr = model.gr if hasattr(model, "gr") else bare.gr
+        self.losses = [
+            make_loss(SimpleNamespace(model=[OneHead(layer, head)], hyp=self.hyp, gr=gr))
+            for head in range(layer.num_heads)
+        ]
+        self.weights = list(layer.head_weights)
+        self.route = Route(layer)
+        self.columns = [[0, 1, 2, 3, 4, *layer.class_columns(head)] for head in range(layer.num_heads)]
+        self.full_head = layer.full_head
+
+    def __call__(self, predictions, targets, images=None):
+        """predictions: per head and level [batch x na x ny x nx x head_no], raw; targets [N x 6: image, class, xywh]."""
+        heads = zip(self.losses, self.own_columns(predictions), self.route(targets), strict=True)
+        return self.total([compute(maps, own, images) for compute, maps, own in heads])
+
+    def own_columns(self, predictions):
+        """The predictions per head and level without the classes of other heads, in local order."""
+        if not self.full_head:
+            return predictions
+        columns = [torch.tensor(own, device=predictions[0][0].device) for own in self.columns]
+        return [[level.index_select(-1, own) for level in maps] for maps, own in zip(predictions, columns, strict=True)]
+
+    def total(self, results):
+        """The weighted sum of (loss, items) over the heads."""
+        losses, items = zip(*results, strict=True)
+        return sum(map(torch.mul, losses, self.weights)), sum(map(torch.mul, items, self.weights))
+
+
+class BatchedHeadsLoss(HeadsLoss):
+    """The same of losses that prepare plans on the host and compute with them, as those of `loss_batched` do."""
+
+    def prepare(self, targets, shapes, image_size=None, padded=True, at_least=None):
+        """The plans of all heads in a row; `shapes` of the predictions per head and level, `at_least` as the plans."""
+        targets = self.route(targets.cpu())
+        at_least = self._by_head(at_least) if at_least else [None] * len(self.losses)
+        return [
+            plan
+            for compute, own, levels, sizes in zip(self.losses, targets, shapes, at_least, strict=True)
+            for plan in compute.prepare(own, levels, image_size, padded, sizes)
+        ]
+
+    def compute(self, predictions, plans):
+        """Loss [1] and items [4] of `predictions` with the `plans` of all heads on their device."""
+        heads = zip(self.losses, self.own_columns(predictions), self._by_head(plans), strict=True)
+        return self.total([compute.compute(maps, own) for compute, maps, own in heads])
+
+    def _by_head(self, values):
+        """A list with one entry for each plan, cut into a list for each head."""
+        share = len(values) // len(self.losses)
+        return [values[start : start + share] for start in range(0, len(values), share)]
+
+
+class Route:
+    """Divides targets [N x 6: image, class, x, y, w, h] among heads, in their order, with class ids of the head."""
+
+    def __init__(self, layer):
+        self.num_heads = layer.num_heads
+        table = torch.zeros(2, layer.nc, dtype=torch.long)  # of each class: its head, its place there
+        for head, classes in enumerate(layer.head_classes):
+            table[0, classes], table[1, classes] = head, torch.arange(len(classes))
+        self.table = table
+
+    def __call__(self, targets):
+        if self.table.device != targets.device:
+            self.table = self.table.to(targets.device)
+        head, place = self.table[:, targets[:, 1].long()]
+        local = targets.clone()
+        local[:, 1] = place.to(targets.dtype)
+        return [local[head == h] for h in range(self.num_heads)]
+
+
+def has_several_heads(model):
+    """Whether the last layer of `model` is a MultiHeadDetect."""
+    return hasattr(getattr(model, "module", model).model[-1], "head_classes")
+
+
+def losses_by_epoch(model, epochs, classes=None, ota_last=None, heads_ota=False):
+    """`loss.losses_by_epoch` for a model with one head or several.
+
+    Several heads train with the plain loss whatever loss_ota says, as the program that they come from, unless
+    `heads_ota` or `ota_last` asks for OTA.
+    """
+    if not has_several_heads(model):
+        if heads_ota:
+            logger.warning("--heads-ota has no effect: this model has one head, whose loss loss_ota chooses")
+        return loss.losses_by_epoch(model, epochs, classes=classes, ota_last=ota_last)
+    classes = classes or loss.reference()
+    if ota_last is None:
+        ota_last = epochs if heads_ota else 0
+    kind = BatchedHeadsLoss if classes is loss_batched.CLASSES else HeadsLoss
+    plain, ota = kind(model, classes.plain), kind(model, classes.ota)
+    return (lambda epoch: ota if epoch >= epochs - ota_last else plain), HeadsLoss(model, loss.ComputeLoss)
