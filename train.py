@@ -16,14 +16,15 @@ from torch.utils.data import DataLoader
 from models.experimental import rebuild
 from models.yolo import Model
 from test import evaluate, log_scores, score_checkpoint
-from utils import cli, dist, fastpaths, optim
+from utils import cli, dist, fastpaths, head_config, optim
 from utils.autoanchor import check_anchors
-from utils.checkpoint import Checkpoints, NoCheckpoints, read_checkpoint, transfer
+from utils.checkpoint import Checkpoints, NoCheckpoints, read_checkpoint, take_body, transfer
 from utils.data_yaml import load_data_yaml
 from utils.datasets import LoadImagesAndLabels, create_dataloader
 from utils.ema import ModelEMA
 from utils.evolve import evolve
 from utils.feed import Trainable, multi_scaled
+from utils.head_scores import heads_of
 from utils.hyp import load_hyp, save_hyp, scale_hyp
 from utils.labels import check_class_ids, check_has_boxes
 from utils.metrics import fitness
@@ -51,6 +52,7 @@ def main(opt):
     ranks = dist.read_ranks(opt.local_rank)
     opt = prepare_train_options(opt, ranks)
     hyp, data = load_hyp(opt.hyp), load_data_yaml(opt.data, opt.single_cls)
+    head_config.of_options(opt, data.nc)  # before anything is written
     device = dist.select_device(opt.device, opt.batch_size, ranks)
     dist.start_processes(ranks, device)
     open_run_folder(opt, ranks)
@@ -65,6 +67,9 @@ def train(hyp, opt, data, device, ranks):
     """One training run. Returns the last validation: P, R, mAP@.5, mAP@.5:.95, box, obj and cls loss."""
     dist.init_seeds(2 + ranks.rank)
     paths = fastpaths.choose(opt, device)
+    given_hyp = hyp  # what hyp.yaml keeps: a resumed run applies --auto-lr again
+    if opt.auto_lr:
+        hyp = optim.for_large_batch(hyp, opt.total_batch_size)
 
     model, stored = build_model(opt, hyp, data, device)
     freeze_layers(model, opt.freeze)
@@ -75,7 +80,7 @@ def train(hyp, opt, data, device, ranks):
     progress = training.restore(stored, opt.epochs, data.nc, opt.resume)
     if progress.epochs != opt.epochs:  # the schedule ends where the run ends
         scheduler.lr_lambdas = [optim.lr_factor(progress.epochs, hyp["lrf"], opt.linear_lr)] * 3
-    report, checkpoints = open_records(opt, hyp, data, ranks, progress)
+    report, checkpoints = open_records(opt, given_hyp, data, ranks, progress, heads_of(model))
 
     loaders = open_loaders(opt, hyp, data, max(int(model.stride.max()), 32), ranks, progress.start_epoch)
     if not opt.resume:
@@ -141,7 +146,9 @@ def finish_epoch(epoch, rates, opt, training, progress, validate, report, checkp
     is_last = epoch + 1 == progress.epochs
     is_tested = is_last or not opt.notest
     if is_tested:
-        progress.results, progress.maps = validate(is_last)
+        evaluation = validate(is_last)
+        progress.results, progress.maps = evaluation.results, evaluation.maps
+        report.heads_done(evaluation.heads)
     report.epoch_done(progress.results, rates, progress.maps if is_tested else None)
     score_now = float(fitness(np.array(progress.results)))
     is_best = is_tested and score_now >= progress.best_fitness
@@ -151,34 +158,41 @@ def finish_epoch(epoch, rates, opt, training, progress, validate, report, checkp
 
 
 def validate_ema(ema, loader, data, compute_loss, opt, device, is_last):
-    """Score the moving average (in half precision on a GPU); returns its results and the AP of every class."""
+    """Score the moving average (in half precision on a GPU); returns an Evaluation."""
     evaluation = evaluate(
         ema.ema_for_evaluation(half=device.type == "cuda"), loader, data.nc, data.names, single_cls=opt.single_cls,
         compute_loss=compute_loss, v5_metric=opt.v5_metric,
         picture_dir=opt.save_dir if is_last and not opt.evolve else None,
     )  # fmt: skip
-    log_scores(evaluation.scores, data.names, per_class=is_last and 1 < data.nc < 50)
-    return evaluation.results, evaluation.maps
+    log_scores(evaluation.scores, data.names, is_last and 1 < data.nc < 50, evaluation.heads)
+    return evaluation
 
 
 def build_model(opt, hyp, data, device):
     """The model to train, and the Checkpoint it starts from (None from scratch)."""
+    build = partial(Model, ch=3, nc=data.nc, anchors=hyp.get("anchors"))
+    heads = None if opt.resume else head_config.of_options(opt, data.nc)  # a resumed model says it itself
     if not opt.weights:
-        return Model(opt.cfg, ch=3, nc=data.nc, anchors=hyp.get("anchors")).to(device), None
+        return build(opt.cfg, head_config=heads).to(device), None
     stored = read_checkpoint(opt.weights)
     source = stored.model or stored.ema
     if not opt.cfg and source.yaml is None:
         raise ValueError(f"{opt.weights} does not say which model it belongs to; give --cfg")
-    model = Model(opt.cfg or source.yaml, ch=3, nc=data.nc, anchors=hyp.get("anchors")).to(device)
+    if heads is None and not opt.cfg:
+        heads = head_config.of_model_yaml(source.yaml, opt.weights)
+    model = build(opt.cfg or source.yaml, head_config=heads).to(device)
+    if opt.transfer_weights and not opt.resume:
+        take_body(model, source.state, opt.weights)
+        return model, None
     keep_anchors = (opt.cfg or hyp.get("anchors")) and not opt.resume
     num_taken = transfer(model, source.state, exclude=("anchor",) if keep_anchors else ())
     logger.info("Transferred %d/%d items from %s", num_taken, len(model.state_dict()), opt.weights)
     return model, stored
 
 
-def open_records(opt, hyp, data, ranks, progress):
+def open_records(opt, hyp, data, ranks, progress, heads=()):
     """Report and checkpoints of this process; the main one also writes hyp.yaml and opt.yaml, as they were given."""
-    report, checkpoints = open_report(opt, data.names, ranks), NoCheckpoints()
+    report, checkpoints = open_report(opt, data.names, ranks, heads), NoCheckpoints()
     if ranks.is_main and not opt.resume:
         save_hyp(hyp, Path(opt.save_dir) / "hyp.yaml")
         save_options(opt, Path(opt.save_dir) / "opt.yaml")

@@ -1,10 +1,14 @@
 """1B4H: one backbone, several detection heads, each for its own group of classes."""
 
+import logging
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from models.detection import DetectionLayer
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_HEADS = 4
 
@@ -112,10 +116,13 @@ def heads_arguments(is_multi_head, cfg, head_config):
     wanted = cfg.get("heads")
     if head_config is None:
         assert "head_config" not in cfg, "this configuration was built with a head_config: pass it again"
-        return [None, False, wanted or DEFAULT_HEADS]
+        num_heads = wanted or DEFAULT_HEADS
+        logger.info("No head configuration: %d classes are divided in order among %d heads", cfg["nc"], num_heads)
+        return [None, False, num_heads]
     if wanted not in (None, head_config.num_heads):
         raise ValueError(
             f"this model has {wanted} heads (its key `heads`), but {head_config.path} describes "
             f"{head_config.num_heads}; cfg/training/yolov7-tiny-1bnh.yaml takes any number"
         )
+    logger.info("%s", head_config.summary())
     return [head_config, head_config.full_head, head_config.num_heads]

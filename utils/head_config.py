@@ -123,6 +123,26 @@ class HeadConfig:
         return "\n".join(lines)
 
 
+def of_options(opt, nc):
+    """The HeadConfig that --heads and --head-config ask for in a run with `nc` classes; None without them."""
+    if not opt.heads and not opt.head_config:
+        return None
+    if not opt.heads or not opt.head_config:
+        raise ValueError("--heads N and --head-config FILE belong together; give both, or neither for one head")
+    config = HeadConfig(opt.head_config)
+    if config.num_heads != opt.heads:
+        raise ValueError(f"--heads is {opt.heads}, but {config.path} describes {config.num_heads}; let them agree")
+    if config.nc != nc:
+        raise ValueError(f"{config.path} groups {config.nc} classes, but {opt.data} has {nc}; let them agree")
+    return config
+
+
+def of_model_yaml(cfg, source):
+    """The HeadConfig that the yaml of a saved model holds, None if it has one head; `source` is its file."""
+    content = (cfg or {}).get("head_config")
+    return HeadConfig.from_description(content, f"the head configuration in {source}") if content else None
+
+
 def description_in_model(attributes):
     """The mapping to make a HeadConfig from, out of a model that was saved with one; None if it has none.
 

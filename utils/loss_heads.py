@@ -5,14 +5,9 @@ predictions and only its boxes, with class ids counted within the head. Their su
 without boxes learns that there is nothing.
 """
 
-import logging
 from types import SimpleNamespace
 
 import torch
-
-from utils import loss, loss_batched
-
-logger = logging.getLogger(__name__)
 
 
 class OneHead:
@@ -39,7 +34,7 @@ class HeadsLoss:
 
     def __init__(self, model, make_loss):
         bare = getattr(model, "module", model)
-        layer = bare.model[-1]
+        self.head = layer = bare.model[-1]
         self.hyp = model.hyp if hasattr(model, "hyp") else bare.hyp
         gr = model.gr if hasattr(model, "gr") else bare.gr
         self.losses = [
@@ -48,8 +43,9 @@ class HeadsLoss:
         ]
         self.weights = list(layer.head_weights)
         self.route = Route(layer)
-        self.columns = [[0, 1, 2, 3, 4, *layer.class_columns(head)] for head in range(layer.num_heads)]
-        self.full_head = layer.full_head
+        self.columns = None  # per head [5 + head_nc], those of its own classes
+        if layer.full_head:
+            self.columns = [torch.tensor([0, 1, 2, 3, 4, *layer.class_columns(h)]) for h in range(layer.num_heads)]
 
     def __call__(self, predictions, targets, images=None):
         """predictions: per head and level [batch x na x ny x nx x head_no], raw; targets [N x 6: image, class, xywh]."""
@@ -58,10 +54,11 @@ class HeadsLoss:
 
     def own_columns(self, predictions):
         """The predictions per head and level without the classes of other heads, in local order."""
-        if not self.full_head:
+        if self.columns is None:
             return predictions
-        columns = [torch.tensor(own, device=predictions[0][0].device) for own in self.columns]
-        return [[level.index_select(-1, own) for level in maps] for maps, own in zip(predictions, columns, strict=True)]
+        self.columns = [own.to(predictions[0][0].device) for own in self.columns]  # a copy at the first call only
+        heads = zip(predictions, self.columns, strict=True)
+        return [[level.index_select(-1, own) for level in maps] for maps, own in heads]
 
     def total(self, results):
         """The weighted sum of (loss, items) over the heads."""
@@ -104,8 +101,7 @@ class Route:
         self.table = table
 
     def __call__(self, targets):
-        if self.table.device != targets.device:
-            self.table = self.table.to(targets.device)
+        self.table = self.table.to(targets.device)
         head, place = self.table[:, targets[:, 1].long()]
         local = targets.clone()
         local[:, 1] = place.to(targets.dtype)
@@ -117,19 +113,9 @@ def has_several_heads(model):
     return hasattr(getattr(model, "module", model).model[-1], "head_classes")
 
 
-def losses_by_epoch(model, epochs, classes=None, ota_last=None, heads_ota=False):
-    """`loss.losses_by_epoch` for a model with one head or several.
-
-    Several heads train with the plain loss whatever loss_ota says, as the program that they come from, unless
-    `heads_ota` or `ota_last` asks for OTA.
-    """
-    if not has_several_heads(model):
-        if heads_ota:
-            logger.warning("--heads-ota has no effect: this model has one head, whose loss loss_ota chooses")
-        return loss.losses_by_epoch(model, epochs, classes=classes, ota_last=ota_last)
-    classes = classes or loss.reference()
-    if ota_last is None:
-        ota_last = epochs if heads_ota else 0
-    kind = BatchedHeadsLoss if classes is loss_batched.CLASSES else HeadsLoss
-    plain, ota = kind(model, classes.plain), kind(model, classes.ota)
-    return (lambda epoch: ota if epoch >= epochs - ota_last else plain), HeadsLoss(model, loss.ComputeLoss)
+def route_losses(model, make_loss):
+    """The loss of a model with several heads, of losses that `make_loss(model)` makes."""
+    routed = HeadsLoss(model, make_loss)
+    if all(hasattr(own, "prepare") for own in routed.losses):
+        routed = BatchedHeadsLoss(model, make_loss)
+    return routed
