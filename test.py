@@ -24,6 +24,7 @@ from utils.files import atomic_write, check_file, increment_path
 from utils.head_scores import heads_of, score_heads
 from utils.image_grid import plot_images
 from utils.labels import check_class_ids
+from utils.loss_heads import in_float32
 from utils.metrics import ConfusionMatrix, DetectionScores
 from utils.nms import non_max_suppression
 from utils.options import check_test_options, round_up, test_parser
@@ -43,7 +44,6 @@ class Evaluation:
     maps: np.ndarray
     times: tuple
     scores: object = None
-    heads: tuple = ()  # HeadScore of each head, if there are several
 
 
 @torch.no_grad()
@@ -92,13 +92,7 @@ def evaluate(model, loader, nc, names, *, conf_thres=0.001, iou_thres=0.6, singl
     times = clock.per_image(scores.num_images)
     losses = (losses / max(len(loader), 1)).tolist()
     results = (summary.precision, summary.recall, summary.map50, summary.map, *losses)
-    heads = score_heads(summary, () if single_cls else heads_of(model))
-    return Evaluation(results, summary.maps, times, summary, heads)
-
-
-def in_float32(maps):
-    """The maps of a detection layer, per level or per head and level, in single precision."""
-    return [in_float32(part) if isinstance(part, list) else part.float() for part in maps]
+    return Evaluation(results, summary.maps, times, summary)
 
 
 class Clock:
@@ -214,7 +208,8 @@ def score(opt, weights, data, *, image_size, conf_thres, iou_thres, pictures=Tru
         augment=opt.augment, hybrid=opt.save_hybrid, v5_metric=opt.v5_metric,
         picture_dir=opt.save_dir if pictures else None, sinks=sinks,
     )  # fmt: skip
-    log_scores(result.scores, names, (opt.verbose or data.nc < 50) and data.nc > 1, result.heads)
+    heads = score_heads(result.scores, () if opt.single_cls else heads_of(model))
+    log_scores(result.scores, names, (opt.verbose or data.nc < 50) and data.nc > 1, heads)
     result.times = (*result.times, image_size, image_size, opt.batch_size)
     logger.info("Speed: %.1f/%.1f/%.1f ms inference/NMS/total per %gx%g image at batch-size %g", *result.times)
     if coco_results:

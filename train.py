@@ -24,7 +24,7 @@ from utils.datasets import LoadImagesAndLabels, create_dataloader
 from utils.ema import ModelEMA
 from utils.evolve import evolve
 from utils.feed import Trainable, multi_scaled
-from utils.head_scores import heads_of
+from utils.head_scores import heads_of, score_heads
 from utils.hyp import load_hyp, save_hyp, scale_hyp
 from utils.labels import check_class_ids, check_has_boxes
 from utils.metrics import fitness
@@ -146,9 +146,8 @@ def finish_epoch(epoch, rates, opt, training, progress, validate, report, checkp
     is_last = epoch + 1 == progress.epochs
     is_tested = is_last or not opt.notest
     if is_tested:
-        evaluation = validate(is_last)
-        progress.results, progress.maps = evaluation.results, evaluation.maps
-        report.heads_done(evaluation.heads)
+        progress.results, progress.maps, heads = validate(is_last)
+        report.heads_done(heads)
     report.epoch_done(progress.results, rates, progress.maps if is_tested else None)
     score_now = float(fitness(np.array(progress.results)))
     is_best = is_tested and score_now >= progress.best_fitness
@@ -158,14 +157,15 @@ def finish_epoch(epoch, rates, opt, training, progress, validate, report, checkp
 
 
 def validate_ema(ema, loader, data, compute_loss, opt, device, is_last):
-    """Score the moving average (in half precision on a GPU); returns an Evaluation."""
+    """Score the moving average (in half precision on a GPU); returns its results, the AP of every class, heads' scores."""
     evaluation = evaluate(
         ema.ema_for_evaluation(half=device.type == "cuda"), loader, data.nc, data.names, single_cls=opt.single_cls,
         compute_loss=compute_loss, v5_metric=opt.v5_metric,
         picture_dir=opt.save_dir if is_last and not opt.evolve else None,
     )  # fmt: skip
-    log_scores(evaluation.scores, data.names, is_last and 1 < data.nc < 50, evaluation.heads)
-    return evaluation
+    heads = score_heads(evaluation.scores, heads_of(ema.ema))
+    log_scores(evaluation.scores, data.names, is_last and 1 < data.nc < 50, heads)
+    return evaluation.results, evaluation.maps, heads
 
 
 def build_model(opt, hyp, data, device):

@@ -31,6 +31,7 @@ class MultiHeadDetect(DetectionLayer):
         self.head_classes = _classes_of_heads(nc, head_config, num_heads)
         self.num_heads = len(self.head_classes)
         self.head_nc = [len(classes) for classes in self.head_classes]
+        self.no = 5 + nc  # columns of the boxes
         self.head_no = [5 + (nc if full_head else count) for count in self.head_nc]
         self.head_weights = [head_config.weights[h] if head_config else 1.0 for h in range(self.num_heads)]
         self.head_names = [head_config.head_names[h] if head_config else f"Head {h}" for h in range(self.num_heads)]

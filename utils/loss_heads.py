@@ -34,11 +34,12 @@ class HeadsLoss:
 
     def __init__(self, model, make_loss):
         bare = getattr(model, "module", model)
-        self.head = layer = bare.model[-1]
+        self.layers = bare.model
         self.hyp = model.hyp if hasattr(model, "hyp") else bare.hyp
-        gr = model.gr if hasattr(model, "gr") else bare.gr
+        self.gr = model.gr if hasattr(model, "gr") else bare.gr
+        layer = self.head
         self.losses = [
-            make_loss(SimpleNamespace(model=[OneHead(layer, head)], hyp=self.hyp, gr=gr))
+            make_loss(SimpleNamespace(model=[OneHead(layer, head)], hyp=self.hyp, gr=self.gr))
             for head in range(layer.num_heads)
         ]
         self.weights = list(layer.head_weights)
@@ -46,6 +47,11 @@ class HeadsLoss:
         self.columns = None  # per head [5 + head_nc], those of its own classes
         if layer.full_head:
             self.columns = [torch.tensor([0, 1, 2, 3, 4, *layer.class_columns(h)]) for h in range(layer.num_heads)]
+
+    @property
+    def head(self):
+        """The detection layer."""
+        return self.layers[-1]
 
     def __call__(self, predictions, targets, images=None):
         """predictions: per head and level [batch x na x ny x nx x head_no], raw; targets [N x 6: image, class, xywh]."""
@@ -70,14 +76,16 @@ class BatchedHeadsLoss(HeadsLoss):
     """The same of losses that prepare plans on the host and compute with them, as those of `loss_batched` do."""
 
     def prepare(self, targets, shapes, image_size=None, padded=True, at_least=None):
-        """The plans of all heads in a row; `shapes` of the predictions per head and level, `at_least` as the plans."""
-        targets = self.route(targets.cpu())
+        """The plans of all heads in a row, on the host; arguments as for `BatchedLoss.prepare`.
+
+        `shapes` (batch, na, ny, nx, any) of the levels; `at_least` has one entry for each plan.
+        """
         at_least = self._by_head(at_least) if at_least else [None] * len(self.losses)
-        return [
-            plan
-            for compute, own, levels, sizes in zip(self.losses, targets, shapes, at_least, strict=True)
-            for plan in compute.prepare(own, levels, image_size, padded, sizes)
-        ]
+        plans = []
+        for compute, own, sizes in zip(self.losses, self.route(targets.cpu()), at_least, strict=True):
+            levels = [(*shape[:4], 5 + compute.head.nc) for shape in shapes]
+            plans += compute.prepare(own, levels, image_size, padded, sizes)
+        return plans
 
     def compute(self, predictions, plans):
         """Loss [1] and items [4] of `predictions` with the `plans` of all heads on their device."""
@@ -106,6 +114,16 @@ class Route:
         local = targets.clone()
         local[:, 1] = place.to(targets.dtype)
         return [local[head == h] for h in range(self.num_heads)]
+
+
+def level_shapes(maps):
+    """The shapes of the maps of one head, from those of a layer with one head or several."""
+    return [level.shape for level in (maps[0] if isinstance(maps[0], list) else maps)]
+
+
+def in_float32(maps):
+    """The maps of a detection layer, per level or per head and level, in single precision."""
+    return [in_float32(part) if isinstance(part, list) else part.float() for part in maps]
 
 
 def has_several_heads(model):
