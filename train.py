@@ -67,12 +67,12 @@ def train(hyp, opt, data, device, ranks):
     """One training run. Returns the last validation: P, R, mAP@.5, mAP@.5:.95, box, obj and cls loss."""
     dist.init_seeds(2 + ranks.rank)
     paths = fastpaths.choose(opt, device)
-    given_hyp = hyp  # what hyp.yaml keeps: a resumed run applies --auto-lr again
-    if opt.auto_lr:
-        hyp = optim.for_large_batch(hyp, opt.total_batch_size)
 
     model, stored = build_model(opt, hyp, data, device)
     freeze_layers(model, opt.freeze)
+    given_hyp = hyp  # what hyp.yaml keeps: a resumed run applies --auto-lr again
+    if opt.auto_lr:
+        hyp = optim.for_large_batch(hyp, opt.total_batch_size)
     decay = optim.scaled_weight_decay(hyp["weight_decay"], opt.total_batch_size)
     optimizer = optim.build_optimizer(model, hyp["lr0"], hyp["momentum"], decay, opt.adam)
     scheduler = LambdaLR(optimizer, optim.lr_factor(opt.epochs, hyp["lrf"], opt.linear_lr))

@@ -28,7 +28,8 @@ def train_parser():
     add("--batch-size", type=int, default=16, help="images per step, over all GPUs together")
     add("--img-size", nargs="+", type=int, default=[640, 640], help="training and validation size in pixels")
     add("--single-cls", action="store_true", help="treat all classes as one")
-    add("--freeze", nargs="+", type=int, default=[0], help="N: the first N layers; several numbers: those layers")
+    add("--freeze", nargs="+", type=layer_range, action=Flat, default=[0],
+        help="N: the first N layers; several numbers or a range such as 29-76: those layers")  # fmt: skip
     add("--resume", nargs="?", const=True, default=False, help="continue the newest run, or the given last.pt")
 
     group = parser.add_argument_group("how to train")
@@ -68,6 +69,21 @@ def train_parser():
 
     _add_idle_flags(parser)
     return parser
+
+
+def layer_range(text):
+    """The numbers of a single one, or of a range such as 29-76, both ends included."""
+    first, dash, last = text.partition("-")
+    if not first.isdigit() or (dash and not (last.isdigit() and int(first) < int(last))):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a layer number nor a range such as 29-76")
+    return list(range(int(first), int(last or first) + 1))
+
+
+class Flat(argparse.Action):
+    """Stores one list of all the lists that the type makes."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, [value for part in values for value in part])
 
 
 def _add_heads_flags(parser):
