@@ -157,7 +157,7 @@ def finish_epoch(epoch, rates, opt, training, progress, validate, report, checkp
 
 
 def validate_ema(ema, loader, data, compute_loss, opt, device, is_last):
-    """Score the moving average (in half precision on a GPU); returns its results, the AP of every class, heads' scores."""
+    """Score the moving average (in half precision on a GPU); returns results, AP of classes, HeadScores."""
     evaluation = evaluate(
         ema.ema_for_evaluation(half=device.type == "cuda"), loader, data.nc, data.names, single_cls=opt.single_cls,
         compute_loss=compute_loss, v5_metric=opt.v5_metric,

@@ -2,8 +2,8 @@
 
     python tools/group_classes.py --data data/coco320.yaml --heads 4 --by shape --out my_heads.yaml
 
-    --by shape  classes whose boxes are alike in size and proportion share a head: k-means (Lloyd 1982, with the start of
-                Arthur and Vassilvitskii 2007), by scikit-learn where it is installed, else by SciPy
+    --by shape  classes whose boxes are alike in size and proportion share a head: k-means, by scikit-learn where
+                it is installed, else by SciPy
     --by count  every head gets about the same number of boxes: the most frequent class first, each to the head that has
                 the fewest
 
@@ -53,9 +53,9 @@ def group_by_shape(counts, shapes, num_heads, seed=0):
     seen = np.flatnonzero(counts)
     spread = shapes[seen].std(0)
     points = (shapes[seen] - shapes[seen].mean(0)) / np.where(spread > 0, spread, 1.0)
-    label = k_means(points, num_heads, seed)
+    label = k_means(points, min(num_heads, len(np.unique(points, axis=0))), seed)
     groups = [seen[label == head].tolist() for head in range(num_heads)]
-    for group in groups:  # equal shapes can leave a head without classes
+    for group in groups:  # equal shapes leave a head without classes
         if not group:
             group.append(max(groups, key=len).pop())
     return groups

@@ -32,8 +32,8 @@ ONE_CLASS_SCORES = ("learned", 1)
 class HeadConfig:
     """The heads of a model.
 
-    `nc` classes; `num_heads`; of each head `head_classes` (ids in local order), `head_nc_list` (their number), `weights`
-    and `head_names`; of each class `head_map` (its head) and `local_id_map` (its place there); `full_head`,
+    `nc` classes; `num_heads`; of each head `head_classes` (ids in local order), `head_nc_list` (their number),
+    `weights` and `head_names`; of each class `head_map` (its head) and `local_id_map` (its place there); `full_head`,
     `one_class_score` and `grouping` as in the file.
 
     Raises ValueError that names the file `path` and everything that is wrong with its groups. `full_head` overrides the

@@ -11,7 +11,7 @@ import torch
 
 
 class OneHead:
-    """A head of a MultiHeadDetect in the form that a loss knows: nl, na, nc, anchors and stride of a detection layer."""
+    """A head of a MultiHeadDetect as the detection layer that a loss expects: nl, na, nc, anchors and stride."""
 
     def __init__(self, layer, head):
         self.layer = layer
@@ -54,7 +54,7 @@ class HeadsLoss:
         return self.layers[-1]
 
     def __call__(self, predictions, targets, images=None):
-        """predictions: per head and level [batch x na x ny x nx x head_no], raw; targets [N x 6: image, class, xywh]."""
+        """predictions: per head and level [batch x na x ny x nx x head_no], raw; targets as for `loss.ComputeLoss`."""
         heads = zip(self.losses, self.own_columns(predictions), self.route(targets), strict=True)
         return self.total([compute(maps, own, images) for compute, maps, own in heads])
 
