@@ -147,3 +147,39 @@ def test_a_wrapped_model_and_later_anchors():
     model.model[-1].anchors.mul_(1.3)
     assert torch.equal(compute_loss.losses[0].head.anchors, before * 1.3)
     assert compute_loss(maps, SMALL_TARGETS)[0] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [BatchedLoss, BatchedLossOTA])
+@pytest.mark.parametrize("changes", [{}, {"full_head": True}], ids=["own columns", "full"])
+def test_in_a_cuda_graph(kind, changes):
+    """Loss and gradient of a replay equal those of an ordinary call, also with the plans of other boxes."""
+    model = small_model(**changes).cuda()
+    compute_loss = route_losses(model, kind)
+    maps = [[level.detach().requires_grad_() for level in levels] for levels in model(IMAGES.cuda())]
+    shapes = level_shapes(maps)
+    few = compute_loss.prepare(SMALL_TARGETS[:2], shapes, (64, 64))
+    static = [plan.to(torch.device("cuda")) for plan in few]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        compute_loss.compute(maps, static)[0].backward()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for level in sum(maps, []):
+            level.grad = None
+        loss, items = compute_loss.compute(maps, static)
+        loss.backward()
+    plans = compute_loss.prepare(SMALL_TARGETS, shapes, (64, 64), at_least=[plan.sizes for plan in static])
+    for old, new in zip(static, plans, strict=True):
+        old.copy_(new)
+    graph.replay()
+    replayed = [level.grad.clone() for level in sum(maps, [])]
+    copies = [[level.detach().requires_grad_() for level in levels] for levels in maps]
+    expected, expected_items = compute_loss(copies, SMALL_TARGETS, IMAGES.cuda())
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(items, expected_items, rtol=1e-5, atol=1e-6)
+    for mine, level in zip(replayed, sum(copies, []), strict=True):
+        torch.testing.assert_close(mine, level.grad, rtol=1e-4, atol=1e-6)
