@@ -2,11 +2,11 @@
 
 python tests/bench_heads.py [--batch 64] [--img 320] [--device cpu] [--out runs/bench_heads]
 
-Both models take the same images and boxes, in turns, in the same precision (float16 autocast and channels-last on a GPU);
-optimiser and moving average, which differ by 0.6 % of the weights, are left out. `eager` is the step with plans prepared
-on the host within it, `graph` the replay of a CUDA graph of it, `prepare` the work on the host alone: milliseconds,
-medians with the smallest and the largest in brackets. `peak` is the most memory in MB, weights included. Prints a
-markdown table and writes it with a json of all numbers into --out.
+Both models take the same images and boxes, in turns, in the same precision (float16 autocast and channels-last on a
+GPU); optimiser and moving average, which differ by 0.6 % of the weights, are left out. `eager` is the step with plans
+prepared on the host within it, `graph` the replay of a CUDA graph of it, `prepare` the work on the host alone, all in
+milliseconds: medians with the smallest and the largest in brackets. `peak` is the most memory in MB, weights included.
+Prints a markdown table and writes it with a json of all numbers into --out.
 """
 
 import argparse
