@@ -140,7 +140,7 @@ def draw_batch(images, targets, detections, paths, names, stem):
 def log_scores(scores, names, per_class, heads=()):
     """The table of results: a row for all classes, one for each HeadScore and, when asked, each class with labels."""
     rows = [("all", scores.num_images, scores.num_labels, scores.precision, scores.recall, scores.map50, scores.map)]
-    rows += [(head.name, scores.num_images, *head[1:]) for head in heads]
+    rows += [(head.name[:20], scores.num_images, *head[1:]) for head in heads]
     if per_class:
         columns = (scores.classes, scores.class_precision, scores.class_recall, scores.class_ap50, scores.class_ap)
         rows += [
