@@ -16,15 +16,16 @@ from torch.utils.data import DataLoader
 from models.experimental import rebuild
 from models.yolo import Model
 from test import evaluate, log_scores, score_checkpoint
-from utils import cli, dist, fastpaths, optim
+from utils import cli, dist, fastpaths, head_config, optim
 from utils.autoanchor import check_anchors
-from utils.checkpoint import NoCheckpoints, read_checkpoint, transfer
+from utils.checkpoint import NoCheckpoints, read_checkpoint, take_body, transfer
 from utils.compile_report import explain
 from utils.data_yaml import load_data_yaml
 from utils.datasets import LoadImagesAndLabels, create_dataloader
 from utils.ema import ModelEMA
 from utils.evolve import evolve
 from utils.feed import Trainable, multi_scaled
+from utils.head_scores import heads_of, score_heads
 from utils.hyp import load_hyp, save_hyp, scale_hyp
 from utils.labels import check_class_ids, check_has_boxes
 from utils.metrics import fitness
@@ -52,6 +53,7 @@ def main(opt):
     ranks = dist.read_ranks(opt.local_rank)
     opt = prepare_train_options(opt, ranks)
     hyp, data = load_hyp(opt.hyp), load_data_yaml(opt.data, opt.single_cls)
+    head_config.of_options(opt, data.nc)  # before anything is written
     device = dist.select_device(opt.device, opt.batch_size, ranks)
     if fastpaths.is_diagnosis():
         print(explain(build_model(opt, hyp, data, device)[0], hyp, data.nc, opt.img_size[0]))
@@ -72,6 +74,9 @@ def train(hyp, opt, data, device, ranks):
 
     model, stored = build_model(opt, hyp, data, device)
     freeze_layers(model, opt.freeze)
+    given_hyp = hyp  # what hyp.yaml keeps: a resumed run applies --auto-lr again
+    if opt.auto_lr:
+        hyp = optim.for_large_batch(hyp, opt.total_batch_size)
     decay = optim.scaled_weight_decay(hyp["weight_decay"], opt.total_batch_size)
     optimizer = optim.build_optimizer(model, hyp["lr0"], hyp["momentum"], decay, opt.adam)
     scheduler = LambdaLR(optimizer, optim.lr_factor(opt.epochs, hyp["lrf"], opt.linear_lr))
@@ -80,7 +85,7 @@ def train(hyp, opt, data, device, ranks):
     progress = training.restore(stored, opt.epochs, data.nc, opt.resume)
     if progress.epochs != opt.epochs:  # the schedule ends where the run ends
         scheduler.lr_lambdas = [optim.lr_factor(progress.epochs, hyp["lrf"], opt.linear_lr)] * 3
-    report, checkpoints = open_records(opt, hyp, data, ranks, progress)
+    report, checkpoints = open_records(opt, given_hyp, data, ranks, progress, heads_of(model))
 
     loaders = open_loaders(opt, hyp, data, max(int(model.stride.max()), 32), ranks, progress.start_epoch, device)
     if not opt.resume:
@@ -146,7 +151,8 @@ def finish_epoch(epoch, rates, opt, training, progress, validate, report, checkp
     is_last = epoch + 1 == progress.epochs
     is_tested = is_last or not opt.notest
     if is_tested:
-        progress.results, progress.maps = validate(is_last)
+        progress.results, progress.maps, heads = validate(is_last)
+        report.heads_done(heads)
     report.epoch_done(progress.results, rates, progress.maps if is_tested else None)
     score_now = float(fitness(np.array(progress.results)))
     is_best = is_tested and score_now >= progress.best_fitness
@@ -156,7 +162,7 @@ def finish_epoch(epoch, rates, opt, training, progress, validate, report, checkp
 
 
 def validate_ema(ema, loader, data, compute_loss, opt, device, quick, is_last):
-    """Score the moving average (in half precision on a GPU); returns its results and the AP of every class.
+    """Score the moving average (in half precision on a GPU); returns results, AP of classes, HeadScores.
 
     `quick` (None: test.evaluate) scores without pictures, so the last validation goes without it.
     """
@@ -166,19 +172,27 @@ def validate_ema(ema, loader, data, compute_loss, opt, device, quick, is_last):
         ema.ema_for_evaluation(half=device.type == "cuda"), loader, data.nc, data.names, single_cls=opt.single_cls,
         compute_loss=compute_loss, v5_metric=opt.v5_metric,
     )  # fmt: skip
-    log_scores(evaluation.scores, data.names, per_class=is_last and 1 < data.nc < 50)
-    return evaluation.results, evaluation.maps
+    heads = score_heads(evaluation.scores, heads_of(ema.ema))
+    log_scores(evaluation.scores, data.names, is_last and 1 < data.nc < 50, heads)
+    return evaluation.results, evaluation.maps, heads
 
 
 def build_model(opt, hyp, data, device):
     """The model to train, and the Checkpoint it starts from (None from scratch)."""
+    build = partial(Model, ch=3, nc=data.nc, anchors=hyp.get("anchors"))
+    heads = None if opt.resume else head_config.of_options(opt, data.nc)  # a resumed model says it itself
     if not opt.weights:
-        return Model(opt.cfg, ch=3, nc=data.nc, anchors=hyp.get("anchors")).to(device), None
+        return build(opt.cfg, head_config=heads).to(device), None
     stored = read_checkpoint(opt.weights)
     source = stored.model or stored.ema
     if not opt.cfg and source.yaml is None:
         raise ValueError(f"{opt.weights} does not say which model it belongs to; give --cfg")
-    model = Model(opt.cfg or source.yaml, ch=3, nc=data.nc, anchors=hyp.get("anchors")).to(device)
+    if heads is None and not opt.cfg:
+        heads = head_config.of_model_yaml(source.yaml, opt.weights)
+    model = build(opt.cfg or source.yaml, head_config=heads).to(device)
+    if opt.transfer_weights and not opt.resume:
+        take_body(model, source.state, opt.weights)
+        return model, None
     keep_anchors = (opt.cfg or hyp.get("anchors")) and not opt.resume
     num_taken = transfer(model, source.state, exclude=("anchor",) if keep_anchors else ())
     logger.info("Transferred %d/%d items from %s", num_taken, len(model.state_dict()), opt.weights)
@@ -192,9 +206,9 @@ def make_twin(model):
     return training_twin(model)
 
 
-def open_records(opt, hyp, data, ranks, progress):
+def open_records(opt, hyp, data, ranks, progress, heads=()):
     """Report and checkpoints of this process; the main one also writes hyp.yaml and opt.yaml, as they were given."""
-    report, checkpoints = open_report(opt, data.names, ranks), NoCheckpoints()
+    report, checkpoints = open_report(opt, data.names, ranks, heads), NoCheckpoints()
     if ranks.is_main and not opt.resume:
         save_hyp(hyp, Path(opt.save_dir) / "hyp.yaml")
         save_options(opt, Path(opt.save_dir) / "opt.yaml")

@@ -77,6 +77,10 @@ TRAIN_OURS = {
     "--cuda-graph": ([], True, False),
     "--fast": ([], True, False),
     "--amp": (["bf16"], "bf16", None),
+    "--heads": (["4"], 4, 0),
+    "--head-config": (["h.yaml"], "h.yaml", ""),
+    "--transfer-weights": ([], True, False),
+    "--auto-lr": ([], True, False),
 }
 TEST = {
     "--weights": (["a.pt", "b.pt"], ["a.pt", "b.pt"], ["yolov7.pt"]),
@@ -99,6 +103,7 @@ TEST = {
     "--name": (["n"], "n", "exp"),
     "--exist-ok": ([], True, False),
     "--no-trace": ([], True, False),
+    "--one-class-score": ([], True, False),
     "--v5-metric": ([], True, False),
 }
 
@@ -144,6 +149,19 @@ def test_optional_values():
     assert train_parser().parse_args(["--resume", "a/last.pt"]).resume == "a/last.pt"
     assert train_parser().parse_args(["--evolve", "5"]).evolve == 5
     assert train_parser().parse_args(["--freeze", "11"]).freeze == [11]
+
+
+def test_freeze_takes_ranges(capsys):
+    assert train_parser().parse_args(["--freeze", "3-5", "9"]).freeze == [3, 4, 5, 9]
+    for wrong in ("5-3", "3-3", "a", "3-"):
+        with pytest.raises(SystemExit):
+            train_parser().parse_args(["--freeze", wrong])
+        assert f"'{wrong}' is neither a layer number nor a range such as 29-76" in capsys.readouterr().err
+
+
+def test_transfer_needs_a_checkpoint():
+    with pytest.raises(ValueError, match="--transfer-weights takes backbone and neck from --weights"):
+        check_train_options(train_parser().parse_args(["--cfg", "c.yaml", "--transfer-weights"]))
 
 
 @pytest.mark.parametrize("line", ["--epochs many", "--unknown-flag", "--img-size", "--local_rank x"])
@@ -286,11 +304,11 @@ def test_stock_file_is_read_without_a_word(tmp_path, caplog):
 
 
 def test_unknown_keys_are_named_once_and_dropped(tmp_path, caplog):
-    (tmp_path / "opt.yaml").write_text("epochs: 5\nheads: 4\nhead_config: a.yaml\n1: 2\n")
+    (tmp_path / "opt.yaml").write_text("epochs: 5\nrl_augment: true\nhead_params: a.yaml\n1: 2\n")
     opt = load_options(tmp_path / "opt.yaml")
-    assert opt.epochs == 5 and opt.batch_size == 16 and not hasattr(opt, "heads")
+    assert opt.epochs == 5 and opt.batch_size == 16 and not hasattr(opt, "rl_augment")
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "opt.yaml: options unknown here are ignored: heads, head_config, 1" in caplog.text
+    assert "opt.yaml: options unknown here are ignored: rl_augment, head_params, 1" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ tensors and plain values from those, and refuses every other name. The caller re
 import logging
 import pickle
 import tarfile
+from collections import Counter
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import torch
 
 from utils.dist import unwrap
 from utils.files import atomic_write
+from utils.head_config import description_in_model
 
 logger = logging.getLogger(__name__)
 
@@ -25,9 +27,13 @@ LAYER_CLASSES = {
     "models.yolo": ("Model", "Detect", "IDetect", "IAuxDetect"),
     "models.common": ("Conv", "Concat", "Chuncat", "Shortcut", "MP", "SP", "ReOrg", "DownC", "SPPCSPC", "RepConv",
                       "ImplicitA", "ImplicitM"),
+    "models.multihead": ("MultiHeadDetect",),
+    "models.multihead_attention": ("MultiHeadDetectAttention",),
+    "models.attention": ("CBAM", "ChannelAttention", "SpatialAttention"),
+    "utils.head_config": ("HeadConfig",),
     "torch.nn.modules.conv": ("Conv2d",),
     "torch.nn.modules.batchnorm": ("BatchNorm2d", "SyncBatchNorm"),
-    "torch.nn.modules.pooling": ("MaxPool2d",),
+    "torch.nn.modules.pooling": ("MaxPool2d", "AdaptiveAvgPool2d", "AdaptiveMaxPool2d"),
     "torch.nn.modules.upsampling": ("Upsample",),
     "torch.nn.modules.container": ("Sequential", "ModuleList"),
     "torch.nn.modules.linear": ("Identity",),
@@ -119,6 +125,9 @@ def _stand_ins():
 
     for module, names in LAYER_CLASSES.items():
         yield from (named(module, name) for name in names)
+    for module in ("pathlib", "pathlib._local"):  # the path of a head configuration; Python 3.13 has the second name
+        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"):
+            yield called(module, name, lambda *parts: "/".join(map(str, parts)))
     yield named("numpy", "dtype", _Dtype)
     yield named("numpy", "ndarray", _Array)
     for module in ("numpy.core.multiarray", "numpy._core.multiarray"):  # NumPy 1 and 2
@@ -205,7 +214,10 @@ def _stored(model):
     if not isinstance(attributes.get("yaml"), dict | None):
         raise ValueError("the yaml of its model is no mapping")
     attached = {name: attributes[name] for name in ATTACHED if name in attributes}
-    return StoredModel(_collect(model, "", {}), attributes.get("yaml"), attached)
+    cfg, heads = attributes.get("yaml"), description_in_model(attributes)
+    if cfg is not None and heads is not None:
+        cfg = cfg | {"head_config": heads}
+    return StoredModel(_collect(model, "", {}), cfg, attached)
 
 
 def _collect(layer, prefix, state):
@@ -241,6 +253,34 @@ def transfer(model, state, exclude=()):
     }
     model.load_state_dict(taken, strict=False)
     return len(taken)
+
+
+def take_body(model, state, path):
+    """Load backbone, neck and anchors from `state`, of the file `path`; the detection layer keeps its fresh weights.
+
+    Logs what was taken and what was not. Raises ValueError when nothing fits.
+    """
+    own, head = model.state_dict(), f"model.{len(model.model) - 1}."
+    body = {key: value for key, value in state.items() if not key.startswith(head) or "anchor" in key}
+    taken = {key for key, value in body.items() if key in own and own[key].shape == value.shape}
+    if not any(not key.startswith(head) for key in taken):
+        raise ValueError(f"{path} has no layer in common with this model; give a checkpoint of the same network")
+    transfer(model, {key: body[key] for key in taken})
+    logger.info("Transferred %d/%d items from %s: backbone, neck, anchors", len(taken), len(own), path)
+    other_shape = [key for key in body if key in own and key not in taken]
+    lists = {
+        "fresh": [key for key in own if key not in taken],
+        "in the file with another shape": other_shape,
+        "in the file only": [key for key in state if key not in taken and key not in other_shape],
+    }
+    for title, keys in lists.items():
+        logger.info("  %s: %d%s", title, len(keys), f" ({_in_groups(keys)})" if keys else "")
+
+
+def _in_groups(keys):
+    """Names of tensors by layer and part, with how many each has: model.77.heads (24)."""
+    count = Counter(".".join(key.split(".")[:3]) for key in keys)
+    return ", ".join(f"{name} ({number})" if number > 1 else name for name, number in count.items())
 
 
 def same_layout(model, state):

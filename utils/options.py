@@ -28,7 +28,8 @@ def train_parser():
     add("--batch-size", type=int, default=16, help="images per step, over all GPUs together")
     add("--img-size", nargs="+", type=int, default=[640, 640], help="training and validation size in pixels")
     add("--single-cls", action="store_true", help="treat all classes as one")
-    add("--freeze", nargs="+", type=int, default=[0], help="N: the first N layers; several numbers: those layers")
+    add("--freeze", nargs="+", type=layer_range, action=Flat, default=[0],
+        help="N: the first N layers; several numbers or a range such as 29-76: those layers")  # fmt: skip
     add("--resume", nargs="?", const=True, default=False, help="continue the newest run, or the given last.pt")
 
     group = parser.add_argument_group("how to train")
@@ -54,6 +55,7 @@ def train_parser():
     add("--sync-bn", action="store_true", help="batch statistics over all processes (with torchrun)")
     add("--local_rank", "--local-rank", type=int, default=-1, help="set by launchers")
 
+    _add_heads_flags(parser)
     _add_fast_flags(parser)
 
     group = parser.add_argument_group("what is written")
@@ -68,6 +70,29 @@ def train_parser():
 
     _add_idle_flags(parser)
     return parser
+
+
+def layer_range(text):
+    """The numbers of a single one, or of a range such as 29-76, both ends included."""
+    first, dash, last = text.partition("-")
+    if not first.isdigit() or (dash and not (last.isdigit() and int(first) < int(last))):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a layer number nor a range such as 29-76")
+    return list(range(int(first), int(last or first) + 1))
+
+
+class Flat(argparse.Action):
+    """Stores one list of all the lists that the type makes."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, [value for part in values for value in part])
+
+
+def _add_heads_flags(parser):
+    add = parser.add_argument_group("one backbone, several heads (1B4H)").add_argument
+    add("--heads", type=int, default=0, metavar="N", help="number of detection heads; needs --head-config and a --cfg")
+    add("--head-config", default="", metavar="FILE", help="yaml that says which head learns which classes")
+    add("--transfer-weights", action="store_true", help="of --weights only backbone and neck; heads and epochs anew")
+    add("--auto-lr", action="store_true", help="lr0 by the square root of batch/64 above 64, longer warm-up from 128")
 
 
 def _add_fast_flags(parser):
@@ -121,6 +146,7 @@ def test_parser():
     add("--project", default="runs/test", help="folder of all tests")
     add("--name", default="exp", help="folder of this test; a number is appended if it exists")
     add("--exist-ok", action="store_true", help="write into the folder even if it exists")
+    add("--one-class-score", action="store_true", help="1B4H: heads with a single class give it the score 1")
     add("--no-trace", action="store_true", help="accepted for compatibility: nothing is traced here")
     add("--v5-metric", action="store_true", help="close the recall axis at 1.0 in AP")
     return parser
@@ -139,11 +165,13 @@ def check_train_options(opt):
         raise ValueError("give --cfg (a model yaml) or --weights (a checkpoint): there is nothing to train")
     lower_bounds = {"epochs": 1, "batch_size": 1, "workers": 0, "test_batch_size": 1, "evolve": 0, "ota_last": 1,
                     "micro_batch_size": 0, "prefetch_factor": 1, "loader_timeout": 1, "seed": 0,
-                    "sync_interval": 1}  # fmt: skip
+                    "sync_interval": 1, "heads": 0}  # fmt: skip
     for name, low in lower_bounds.items():
         value = getattr(opt, name)
         if value is not None and value < low:
             raise ValueError(f"--{name.replace('_', '-')} {value} is too small: it has to be at least {low}")
+    if opt.transfer_weights and not opt.weights:
+        raise ValueError("--transfer-weights takes backbone and neck from --weights; give a checkpoint there")
     if len(opt.img_size) > 2 or min(opt.img_size) < 1:
         raise ValueError(f"--img-size {opt.img_size} has to be one or two positive numbers: training, validation")
     if not 0 <= opt.label_smoothing < 1:

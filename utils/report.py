@@ -29,29 +29,35 @@ TEST_TAGS = (
     "val/obj_loss",
     "val/cls_loss",
 )
+HEAD_TAGS = tuple(f"head_{{}}/{name}" for name in ("precision", "recall", "mAP_0.5", "mAP_0.5:0.95"))
 NUM_PREVIEWS = 10  # training batches drawn at the start of a run
 PREVIEW_IMAGES = 16
 
 
-def open_report(opt, names, ranks):
-    """The report of this process: a search (--evolve) leaves no pictures and no event file, other ranks nothing."""
+def open_report(opt, names, ranks, heads=()):
+    """The report of this process: a search (--evolve) leaves no pictures and no event file, other ranks nothing.
+
+    `heads` (name, class ids) of a model with several detection heads; its report has scores by head and by class.
+    """
     if not ranks.is_main:
         return NullReport()
-    return RunReport(opt.save_dir, opt.epochs, names, pictures=not opt.evolve, tensorboard=not opt.evolve)
+    shown = not opt.evolve
+    return RunReport(opt.save_dir, opt.epochs, names, shown, shown, per_class=bool(heads), num_heads=len(heads))
 
 
 class RunReport:
     """The record of one training run in the folder `save_dir`.
 
     `num_epochs` is the last epoch number plus one, `names` the class names (list or dict). Off on request: `pictures`,
-    `tensorboard` (the event file). On request: `per_class`, results_per_class.csv with the AP@.5:.95 of every class.
+    `tensorboard` (the event file). On request: `per_class`, results_per_class.csv and events with the AP@.5:.95 of
+    every class; the scores of `num_heads` detection heads.
 
     results.txt has 15 columns, one line per epoch: epoch, memory, box, obj, cls and total loss, labels of the last
     batch, image size, precision, recall, mAP@.5, mAP@.5:.95, and box, obj, cls loss on the validation set. It and the
     CSV files start anew with the first epoch, unless `resume` was called.
     """
 
-    def __init__(self, save_dir, num_epochs, names, pictures=True, tensorboard=True, per_class=False):
+    def __init__(self, save_dir, num_epochs, names, pictures=True, tensorboard=True, per_class=False, num_heads=0):
         self.save_dir = Path(save_dir)
         self.num_epochs = num_epochs
         self.names = list(names.values()) if isinstance(names, dict) else list(names)
@@ -62,6 +68,7 @@ class RunReport:
         self.class_table = _CsvTable(self.save_dir / "results_per_class.csv") if per_class else None
         self.writer = _open_tensorboard(self.save_dir) if tensorboard else None
         self.is_open = False
+        self.head_scalars = dict.fromkeys((tag.format(head) for head in range(num_heads) for tag in HEAD_TAGS), 0.0)
 
     # ---- before the first epoch
 
@@ -124,6 +131,12 @@ class RunReport:
             self.losses_seen += 1
         self.bar.set_description(self._progress_text(), refresh=False)
 
+    def heads_done(self, heads):
+        """Take in the HeadScore of every head, if there are several; `epoch_done` records the last ones."""
+        for head, score in enumerate(heads):
+            values = (score.precision, score.recall, score.map50, score.map)
+            self.head_scalars |= {tag.format(head): value for tag, value in zip(HEAD_TAGS, values, strict=True)}
+
     def epoch_done(self, results, learning_rates, class_ap=None):
         """Record the epoch: one line in every file.
 
@@ -136,14 +149,17 @@ class RunReport:
 
         *losses, total = self.mean_losses.tolist()
         scalars = dict(zip(TRAIN_TAGS, losses, strict=True)) | dict(zip(TEST_TAGS, results, strict=True))
-        scalars |= {f"x/lr{group}": rate for group, rate in enumerate(learning_rates)}
+        scalars |= {f"x/lr{group}": rate for group, rate in enumerate(learning_rates)} | self.head_scalars
         for tag, value in scalars.items() if self.writer else ():
             self.writer.add_scalar(tag, value, self.epoch_number)
         others = {"train/total_loss": total, "labels": self.num_labels, "image_size": self.image_size}
         others |= {"memory_gb": _reserved_memory(), "seconds": time.monotonic() - self.started}
         self.table.add({"epoch": self.epoch_number, **scalars, **others})
         if self.class_table and class_ap is not None:
-            self.class_table.add({"epoch": self.epoch_number, **dict(zip(self.names, class_ap, strict=True))})
+            by_class = dict(zip(self.names, class_ap, strict=True))
+            self.class_table.add({"epoch": self.epoch_number, **by_class})
+            for name, ap in by_class.items() if self.writer else ():
+                self.writer.add_scalar(f"class_mAP_0.5:0.95/{name}", ap, self.epoch_number)
 
     def results_text(self):
         """The content of results.txt, for the checkpoint."""
@@ -196,6 +212,9 @@ class NullReport:
         pass
 
     def losses(self, loss_items):
+        pass
+
+    def heads_done(self, heads):
         pass
 
     def epoch_done(self, results, learning_rates, class_ap=None):
