@@ -47,13 +47,18 @@ def choose_losses(paths, opt, device):
 
 
 def loader_options(opt, first_epoch=0):
-    """Keyword arguments of create_dataloader for the loader flags; none without a flag, which means the reference."""
+    """Keyword arguments of create_dataloader for the loader flags; none without a flag, which means the reference.
+
+    max_batches (--max-iter) is among them only when asked for, and not meant for validation.
+    """
     asked = {
         "persistent_workers": opt.persistent_workers or opt.fast_dataloader,
         "worker_tensor": opt.worker_tensor or opt.fast_dataloader,
         "micro_batch_size": opt.micro_batch_size,
         "prefetch_factor": opt.prefetch_factor,
     }
+    if opt.max_iter:
+        asked["max_batches"] = opt.max_iter
     if not any(asked.values()) and opt.seed is None:
         return {}
     logger.info("loader: %s", loader_in_words(asked, opt))
