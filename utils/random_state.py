@@ -74,5 +74,6 @@ def resume(progress, ranks):
     if len(progress.random_states) == ranks.world_size:
         restore(progress.random_states[max(ranks.rank, 0)])
     else:
-        seed_generators(2 + ranks.rank, progress.start_epoch)
-        torch.manual_seed(torch.initial_seed() + progress.start_epoch)
+        numbers = 2 + ranks.rank, progress.start_epoch
+        seed_generators(*numbers)
+        torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
