@@ -81,6 +81,13 @@ TRAIN_OURS = {
     "--head-config": (["h.yaml"], "h.yaml", ""),
     "--transfer-weights": ([], True, False),
     "--auto-lr": ([], True, False),
+    "--subset-size": (["100"], 100, 0),
+    "--subset-seed": (["3"], 3, 0),
+    "--overfit": ([], True, False),
+    "--resize-schedule": (["0:64,2:96"], "0:64,2:96", ""),
+    "--max-iter": (["4"], 4, 0),
+    "--eval-interval": (["2"], 2, 0),
+    "--patience": (["5"], 5, 0),
 }
 TEST = {
     "--weights": (["a.pt", "b.pt"], ["a.pt", "b.pt"], ["yolov7.pt"]),
@@ -192,13 +199,21 @@ def parsed(line):
     [
         ("--cfg=", "give --cfg .* or --weights"),
         ("--epochs 0", "--epochs 0 is too small: it has to be at least 1"),
-        ("--batch-size -1", "--batch-size -1 is too small"),
+        ("--batch-size -2", "--batch-size -2 is too small"),
+        ("--batch-size 0", "--batch-size 0 has to be at least 1"),
+        ("--batch-size -1 --device 0,1", "-1, what fits, is for one GPU a process"),
         ("--workers -2", "--workers -2 is too small: it has to be at least 0"),
         ("--test-batch-size 0", "--test-batch-size 0 is too small"),
         ("--img 0", "--img-size .* one or two positive"),
         ("--img 320 320 320", "--img-size .* one or two positive"),
         ("--label-smoothing 1", "--label-smoothing 1.0"),
         ("--label-smoothing -0.1", "--label-smoothing -0.1"),
+        ("--subset-size -1", "--subset-size -1 is too small"),
+        ("--patience -1", "--patience -1 is too small"),
+        ("--patience 3 --notest", "--patience needs validations"),
+        ("--overfit --multi-scale --quad", "--overfit trains the same images .* drop --multi-scale --quad"),
+        ("--overfit --resize-schedule 0:64", "--overfit has one image size"),
+        ("--resize-schedule 64", "--resize-schedule '64' is not understood; write it like"),
     ],
 )
 def test_values_that_no_run_could_use(line, message):
@@ -211,6 +226,18 @@ def test_image_sizes_become_two(line, sizes):
     opt = parsed(line)
     check_train_options(opt)
     assert opt.img_size == sizes
+
+
+def test_resize_schedule_decides_the_size(caplog):
+    for line, words in (("", ""), ("--img 96", ""), ("--img 64 128", "validation has its last size, 96")):
+        caplog.clear()
+        opt = parsed(f"--resize-schedule 0:64,2:96 {line}")
+        check_train_options(opt)
+        assert opt.img_size == [96, 96] and (words in caplog.text if words else not caplog.records)
+
+
+def test_both_spellings_of_save_period():
+    assert parsed("--save-period 3").save_period == parsed("--save_period 3").save_period == 3
 
 
 def test_weights_alone_are_enough():
@@ -227,7 +254,8 @@ def test_idle_flags_are_answered_with_one_warning(caplog):
     warn_about_idle_options(parsed(""))
     assert not caplog.records
     warn_about_idle_options(parsed("--bucket b --save_period 3 --upload_dataset"))
-    assert len(caplog.records) == 1 and "'--bucket', '--upload_dataset', '--save_period'" in caplog.text
+    assert len(caplog.records) == 1 and "'--bucket', '--upload_dataset'" in caplog.text
+    assert "save_period" not in caplog.text, "here it keeps checkpoints"
     warn_about_idle_options(Namespace())
 
 

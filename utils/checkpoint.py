@@ -7,6 +7,7 @@ tensors and plain values from those, and refuses every other name. The caller re
 
 import logging
 import pickle
+import shutil
 import tarfile
 from collections import Counter
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 
 from utils.dist import unwrap
-from utils.files import atomic_write
+from utils.files import atomic_write, replacement
 from utils.head_config import description_in_model
 
 logger = logging.getLogger(__name__)
@@ -315,10 +316,13 @@ def _in_stock_order(model):
 
 
 class Checkpoints:
-    """Decides after each epoch which files of weights/ are written."""
+    """Decides after each epoch which files of weights/ are written.
 
-    def __init__(self, folder, epochs, save_every_epoch=True):
-        self.folder, self.epochs, self.save_every_epoch = Path(folder), epochs, save_every_epoch
+    With a `period` every so many epochs are kept for good, beside those that stock keeps.
+    """
+
+    def __init__(self, folder, epochs, save_every_epoch=True, period=0):
+        self.folder, self.epochs, self.save_every_epoch, self.period = Path(folder), epochs, save_every_epoch, period
         self.last, self.best = self.folder / "last.pt", self.folder / "best.pt"
         self.folder.mkdir(parents=True, exist_ok=True)
 
@@ -329,21 +333,23 @@ class Checkpoints:
     def after_epoch(self, make_content, epoch, is_best):
         """Write last.pt, and beside it the files that this epoch deserves; `is_best` only for a validated epoch.
 
-        `make_content()` returns the checkpoint; it is not called when nothing is written.
+        `make_content()` returns the checkpoint; it is not called when nothing is written. last.pt comes last: what is
+        killed before resumes from the epoch before, and writes the others again.
         """
         if not self.save_every_epoch and epoch + 1 < self.epochs:
             return
-        paths = [self.last]
+        paths = []
         if is_best:
             paths.append(self.best)
             if epoch >= 200:
                 paths.append(self.folder / f"best_{epoch:03d}.pt")
-        if epoch == 0 or (epoch + 1) % 25 == 0 or epoch >= self.epochs - 5:
+        in_period = self.period > 0 and (epoch + 1) % self.period == 0
+        if epoch == 0 or (epoch + 1) % 25 == 0 or epoch >= self.epochs - 5 or in_period:
             paths.append(self.folder / f"epoch_{epoch:03d}.pt")
-        self.write(make_content(), paths)
+        self.write(make_content(), [*paths, self.last])
 
     def write(self, content, paths):
-        """Write `content` to each of `paths`."""
+        """Write `content` to each of `paths`, in this order."""
         for path in paths:
             save(content, path)
 
@@ -354,12 +360,14 @@ class Checkpoints:
     def strip(self, rebuild):
         """Reduce last.pt and best.pt to the model for inference; the full last state moves to last_full.pt.
 
-        `rebuild` makes a Model of a StoredModel.
+        `rebuild` makes a Model of a StoredModel. last.pt comes last: as long as it is not stripped, --resume knows that
+        the run has to be finished.
         """
-        stored = {path: read_checkpoint(path) for path in self.written()}
-        if self.last in stored:
-            self.last.replace(full_state_path(self.last))
-        for path, checkpoint in stored.items():
+        for path in reversed(self.written()):
+            checkpoint = read_checkpoint(path)
+            if path == self.last and checkpoint.optimizer is not None:
+                with replacement(full_state_path(path)) as copy:
+                    shutil.copyfile(path, copy)
             save(_inference_content(rebuild(checkpoint.for_inference()), checkpoint), path)
             logger.info("Optimizer stripped from %s, %.1fMB", path, path.stat().st_size / 1e6)
 

@@ -19,8 +19,8 @@ class BackgroundCheckpoints(Checkpoints):
     save, or when the files are wanted. The interpreter does not exit before everything is written.
     """
 
-    def __init__(self, folder, epochs, save_every_epoch=True):
-        super().__init__(folder, epochs, save_every_epoch)
+    def __init__(self, folder, epochs, save_every_epoch=True, period=0):
+        super().__init__(folder, epochs, save_every_epoch, period)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._pending = None
 

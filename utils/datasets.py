@@ -80,6 +80,7 @@ def create_dataloader(
     image_weights=False,
     quad=False,
     prefix="",
+    pick=None,
     persistent_workers=False,
     worker_tensor=False,
     **fast,
@@ -94,7 +95,7 @@ def create_dataloader(
     with rank_zero_first(rank):
         dataset = LoadImagesAndLabels(
             path, imgsz, batch_size, augment=augment, hyp=hyp, rect=rect, image_weights=image_weights,
-            cache_images=cache, single_cls=opt.single_cls, stride=int(stride), pad=pad, prefix=prefix,
+            cache_images=cache, single_cls=opt.single_cls, stride=int(stride), pad=pad, prefix=prefix, pick=pick,
         )  # fmt: skip
     batch_size = min(batch_size, len(dataset))
     workers = min(os.cpu_count() // world_size, batch_size if batch_size > 1 else 0, workers)
@@ -150,7 +151,8 @@ class InfiniteDataLoader(DataLoader):
 class LoadImagesAndLabels(Dataset):
     """Pictures and labels, one sample for each picture: (image, targets, path, shapes).
 
-    `path` is a folder, a list file, or a list of those; `pad` is in strides; `hyp` is needed only for augmenting.
+    `path` is a folder, a list file, or a list of those; `pad` is in strides; `hyp` is needed only for augmenting;
+    `pick(ScannedDataset)` may leave a part of it.
 
     `labels` float32 [n x 5: class, x, y, w, h normalised] and `segments` (polygons [m x 2] normalised, one for each
     label or none at all) are lists with one entry for each picture; `shapes` [n x 2] is (width, height) of the files.
@@ -174,6 +176,7 @@ class LoadImagesAndLabels(Dataset):
         stride=32,
         pad=0.0,
         prefix="",
+        pick=None,
     ):
         missing = [key for key in AUGMENTATION_KEYS if key not in (hyp or {})] if augment else []
         if missing:
@@ -190,7 +193,7 @@ class LoadImagesAndLabels(Dataset):
         self.mosaic_border = (-img_size // 2, -img_size // 2)
         self.stride = stride
 
-        scanned = scan_dataset(path, prefix)
+        scanned = scan_dataset(path, prefix) if pick is None else pick(scan_dataset(path, prefix))
         self.img_files, self.label_files = list(scanned.img_files), list(scanned.label_files)
         self.labels, self.segments = list(scanned.labels), list(scanned.segments)
         self.shapes = np.asarray(scanned.shapes, np.float64)

@@ -1,4 +1,4 @@
-"""Which loader the flags --persistent-workers, --worker-tensor, --prefetch-factor and --seed make."""
+"""Which loader the flags --persistent-workers, --worker-tensor, --prefetch-factor, --seed and --max-iter make."""
 
 import logging
 import os
@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset
 from utils.finishing import agrees_with_table
 from utils.loader_workers import LoaderError, can_fork, in_words
 from utils.seeding import EpochOrder, KeyedDataset, SeededQuad, WithKeys
+from utils.short_epochs import ShortEpochs
 from utils.slabs import SlabLoader, choose_micro_batch, ring_length
 
 logger = logging.getLogger(__name__)
@@ -23,7 +24,10 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Settings:
-    """What the flags ask of a loader. `timeout` in seconds; `seed` None: the generators go their own way."""
+    """What the flags ask of a loader. `timeout` in seconds; `seed` None: the generators go their own way.
+
+    `max_batches` is the length of an epoch at most; None: the whole data set.
+    """
 
     persistent_workers: bool = False
     worker_tensor: bool = False
@@ -33,6 +37,7 @@ class Settings:
     seed: int | None = None
     first_epoch: int = 0
     finish_later: bool = False  # the consumer understands Unfinished batches
+    max_batches: int | None = None
 
 
 class Passes:
@@ -41,9 +46,8 @@ class Passes:
     `endless`: one pass that never ends, so that the workers prefetch across the ends of epochs.
     """
 
-    def __init__(self, source, sampler, endless, **options):
-        batches = BatchSampler(sampler, options.pop("batch_size"), drop_last=False)
-        self.source, self.dataset, self.sampler, self.batch_size = source, source.dataset, sampler, batches.batch_size
+    def __init__(self, source, batches, endless, batch_size, **options):
+        self.source, self.dataset, self.sampler, self.batch_size = source, source.dataset, batches.sampler, batch_size
         self.num_batches, self.num_workers = len(batches), options["num_workers"]
         self.loader = DataLoader(batch_sampler=_Endless(batches) if endless else batches, **options)
         self.endless = iter(self.loader) if endless else None
@@ -104,6 +108,9 @@ def build_loader(dataset, batch_size, workers, settings, *, rank=-1, world_size=
         len(dataset), source.seed, shuffle=not dataset.rect, rank=rank, world_size=world_size,
         first_epoch=settings.first_epoch, blocks=dataset.batch if dataset.rect else None,
     )  # fmt: skip
+    batches = BatchSampler(sampler, batch_size, drop_last=False)
+    if settings.max_batches:
+        batches = ShortEpochs(batches, settings.max_batches, settings.first_epoch)
     settings = settings_that_work(settings, workers, warn=dataset.augment)
     if image_weights and settings.persistent_workers:
         source.share_indices()
@@ -113,7 +120,7 @@ def build_loader(dataset, batch_size, workers, settings, *, rank=-1, world_size=
         prefetch = settings.prefetch_factor or 2
         check_memory(ring_length(workers, prefetch, micro_batch, batch_size) * batch_bytes)
         return SlabLoader(
-            source, BatchSampler(sampler, batch_size, drop_last=False), batch_size, batch_bytes, workers,
+            source, batches, batch_size, batch_bytes, workers,
             micro_batch=micro_batch, prefetch=prefetch, timeout=settings.timeout, collate_group=collate_fn4,
             endless=not image_weights, persistent=settings.persistent_workers, lock_pages=torch.cuda.is_available(),
             finish_later=settings.finish_later and may_finish_later(dataset, collate_fn4),
@@ -123,7 +130,7 @@ def build_loader(dataset, batch_size, workers, settings, *, rank=-1, world_size=
         samples, collate = WithKeys(samples), SeededQuad(source, collate_fn4)
     warn_about_shared_memory(workers * (settings.prefetch_factor or 2) * batch_bytes)
     return Passes(
-        source, sampler, endless=not image_weights, dataset=samples, batch_size=batch_size, num_workers=workers,
+        source, batches, endless=not image_weights, dataset=samples, batch_size=batch_size, num_workers=workers,
         collate_fn=collate, pin_memory=torch.cuda.is_available(), worker_init_fn=partial(_enter, source),
         timeout=settings.timeout if workers else 0, prefetch_factor=settings.prefetch_factor if workers else None,
         persistent_workers=settings.persistent_workers,

@@ -134,7 +134,8 @@ def rows_about_the_machine(opt, device):
 def loader_options(opt, first_epoch=0, device=None):
     """Keyword arguments of create_dataloader for the loader flags; none without a flag, which means the reference.
 
-    `device` is where the steps of the run are made; without it samples are finished on the host.
+    `device` is where the steps of the run are made; without it samples are finished on the host. max_batches
+    (--max-iter) is among them only when asked for, and not meant for validation.
     """
     asked = {
         "persistent_workers": opt.persistent_workers or opt.fast_dataloader or opt.fast,
@@ -142,6 +143,8 @@ def loader_options(opt, first_epoch=0, device=None):
         "micro_batch_size": opt.micro_batch_size,
         "prefetch_factor": opt.prefetch_factor,
     }
+    if opt.max_iter:
+        asked["max_batches"] = opt.max_iter
     if not any(asked.values()) and opt.seed is None:
         return {}
     if asked["worker_tensor"] and (opt.fast_step or opt.cuda_graph or opt.fast) and device and has_triton(device):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from utils.files import atomic_write, printable
+from utils.files import atomic_write, printable, remove_leftovers
 from utils.label_text import Finding
 from utils.polygons import Polygons
 
@@ -69,6 +69,7 @@ def load_cache(file, expected_signature):
 def save_cache(file, its_signature, fields):
     """Write the fields of a scan; a folder that cannot be written to costs a warning, not the run."""
     try:
+        remove_leftovers(Path(file).parent, Path(file).name)
         with atomic_write(file) as stream:
             np.savez(stream, signature=np.array(its_signature), **_pack(fields))
     except OSError as error:

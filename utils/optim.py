@@ -141,6 +141,14 @@ def warn_if_warmup_outlasts(nw, warmup_epochs, epochs, batches_per_epoch):
     )
 
 
+def warmup_length(hyp, num_batches, epochs):
+    """The warm-up in iterations that a run with these hyper-parameters has; one that ends inside it is told so."""
+    length = warmup_iterations(hyp["warmup_epochs"], num_batches, hyp.get("warmup_min_iters", 1000))
+    if "warmup_min_iters" not in hyp:  # who sets it, knows
+        warn_if_warmup_outlasts(length, hyp["warmup_epochs"], epochs, num_batches)
+    return length
+
+
 class Warmup(NamedTuple):
     """What one iteration of the warm-up trains with."""
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import yaml
 
+from utils import resize_schedule
 from utils.data_yaml import read_yaml
 from utils.files import atomic_write
 
@@ -25,7 +26,7 @@ def train_parser():
     add("--data", default="data/coco.yaml", help="data set yaml")
     add("--hyp", default="data/hyp.scratch.p5.yaml", help="hyper-parameter yaml")
     add("--epochs", type=int, default=300)
-    add("--batch-size", type=int, default=16, help="images per step, over all GPUs together")
+    add("--batch-size", type=int, default=16, help="images per step, over all GPUs; -1: what fits")
     add("--img-size", nargs="+", type=int, default=[640, 640], help="training and validation size in pixels")
     add("--single-cls", action="store_true", help="treat all classes as one")
     add("--freeze", nargs="+", type=layer_range, action=Flat, default=[0],
@@ -57,6 +58,7 @@ def train_parser():
 
     _add_heads_flags(parser)
     _add_fast_flags(parser)
+    _add_run_length_flags(parser)
 
     group = parser.add_argument_group("what is written")
     add = group.add_argument
@@ -64,6 +66,7 @@ def train_parser():
     add("--name", default="exp", help="folder of this run; a number is appended if it exists")
     add("--exist-ok", action="store_true", help="write into the run folder even if it exists")
     add("--nosave", action="store_true", help="save only the last checkpoint")
+    add("--save-period", "--save_period", type=int, default=-1, metavar="N", help="keep every Nth epoch's checkpoint")
     add("--notest", action="store_true", help="validate only after the last epoch")
     add("--test-batch-size", type=int, default=None, help="validation batch; default twice the training batch")
     add("--v5-metric", action="store_true", help="close the recall axis at 1.0 in AP")
@@ -113,13 +116,23 @@ def _add_fast_flags(parser):
     add("--ota-last", type=int, default=None, metavar="N", help="OTA in the last N epochs only, the plain loss before")
 
 
+def _add_run_length_flags(parser):
+    add = parser.add_argument_group("shorter and staged runs (off by default)").add_argument
+    add("--subset-size", type=int, default=0, metavar="N", help="train on N random images, every class if possible")
+    add("--subset-seed", type=int, default=0, metavar="S", help="which N images; the same S draws the same ones")
+    add("--overfit", action="store_true", help="train and validate on the first 10 (--subset-size) images as they are")
+    add("--resize-schedule", default="", metavar="E:PX,...", help="training size by epoch: 0:320,20:480,40:640")
+    add("--max-iter", type=int, default=0, metavar="N", help="end an epoch after N batches; the next one goes on there")
+    add("--eval-interval", type=int, default=0, metavar="N", help="validate every N epochs, and after the last")
+    add("--patience", type=int, default=0, metavar="N", help="stop after N epochs without a better one; 0: never")
+
+
 def _add_idle_flags(parser):
     add = parser.add_argument_group("accepted for compatibility, without effect here").add_argument
     add("--bucket", default="", help="Google storage bucket")
     add("--entity", default=None, help="W&B entity")
     add("--upload_dataset", action="store_true", help="W&B: upload the data set")
     add("--bbox_interval", type=int, default=-1, help="W&B: interval of box pictures")
-    add("--save_period", type=int, default=-1, help="W&B: interval of model uploads")
     add("--artifact_alias", default="latest", help="W&B: alias of the data set")
 
 
@@ -163,20 +176,44 @@ def check_train_options(opt):
     """Raise ValueError for a value that no run could use; extend --img-size to (train, validation)."""
     if not opt.cfg and not opt.weights:
         raise ValueError("give --cfg (a model yaml) or --weights (a checkpoint): there is nothing to train")
-    lower_bounds = {"epochs": 1, "batch_size": 1, "workers": 0, "test_batch_size": 1, "evolve": 0, "ota_last": 1,
-                    "micro_batch_size": 0, "prefetch_factor": 1, "loader_timeout": 1, "seed": 0,
-                    "sync_interval": 1, "heads": 0}  # fmt: skip
+    lower_bounds = {"epochs": 1, "batch_size": -1, "workers": 0, "test_batch_size": 1, "evolve": 0, "ota_last": 1,
+                    "micro_batch_size": 0, "prefetch_factor": 1, "loader_timeout": 1, "seed": 0, "sync_interval": 1,
+                    "heads": 0, "subset_size": 0, "subset_seed": 0, "max_iter": 0, "eval_interval": 0, "patience": 0,
+                    "save_period": -1}  # fmt: skip
     for name, low in lower_bounds.items():
         value = getattr(opt, name)
         if value is not None and value < low:
             raise ValueError(f"--{name.replace('_', '-')} {value} is too small: it has to be at least {low}")
     if opt.transfer_weights and not opt.weights:
         raise ValueError("--transfer-weights takes backbone and neck from --weights; give a checkpoint there")
+    if opt.batch_size == 0 or (opt.batch_size == -1 and "," in opt.device):
+        raise ValueError(
+            f"--batch-size {opt.batch_size} has to be at least 1 here; -1, what fits, is for one GPU a process"
+        )
+    _check_shorter_run(opt)
     if len(opt.img_size) > 2 or min(opt.img_size) < 1:
         raise ValueError(f"--img-size {opt.img_size} has to be one or two positive numbers: training, validation")
     if not 0 <= opt.label_smoothing < 1:
         raise ValueError(f"--label-smoothing {opt.label_smoothing} has to be at least 0 and below 1")
     opt.img_size = [opt.img_size[0], opt.img_size[-1]]
+
+
+def _check_shorter_run(opt):
+    """Refuse what contradicts itself; with --resize-schedule its last size becomes --img-size."""
+    if opt.patience and opt.notest:
+        raise ValueError("--patience needs validations to look at; drop --notest, or use --eval-interval")
+    drawn = [f"--{name.replace('_', '-')}" for name in ("image_weights", "multi_scale", "quad") if getattr(opt, name)]
+    if opt.overfit and drawn:
+        raise ValueError(f"--overfit trains the same images as they are, every epoch; drop {' '.join(drawn)}")
+    if opt.overfit and opt.resize_schedule:
+        raise ValueError("--overfit has one image size; drop --resize-schedule and give --img-size")
+    if opt.resize_schedule:
+        final = resize_schedule.parse(opt.resize_schedule).final
+        if opt.img_size not in ([640, 640], [final], [final, final]):
+            logger.warning(
+                "--img-size %s: with --resize-schedule, validation has its last size, %d", opt.img_size, final
+            )
+        opt.img_size = [final, final]
 
 
 def check_test_options(opt):
@@ -199,7 +236,7 @@ def round_up(size, stride):
 
 def warn_about_idle_options(opt):
     """One warning for flags that are understood and do nothing."""
-    idle = {"bucket": "", "entity": None, "upload_dataset": False, "bbox_interval": -1, "save_period": -1,
+    idle = {"bucket": "", "entity": None, "upload_dataset": False, "bbox_interval": -1,
             "artifact_alias": "latest"}  # fmt: skip
     used = [f"--{name}" for name, default in idle.items() if getattr(opt, name, default) != default]
     if used:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from utils.files import atomic_write
 from utils.image_grid import PALETTE, class_name, output_to_targets, plot_images
 from utils.metrics import fitness
 
@@ -98,7 +99,8 @@ def _new_figure(rows=1, columns=1, size=(8, 6)):
 def _save(figure, path):
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, bbox_inches="tight", pad_inches=0.15)
+    with atomic_write(path) as file:
+        figure.savefig(file, format=path.suffix[1:], dpi=150, bbox_inches="tight", pad_inches=0.15)
     return path
 
 

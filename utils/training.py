@@ -17,7 +17,9 @@ class Progress:
     """How far a run has come: epochs `start_epoch` to `epochs` - 1 are trained.
 
     `results` (7: P, R, mAP@.5, mAP@.5:.95, box, obj, cls loss) and `maps` [nc: AP of each class] are those of the last
-    validation; `results_text` the results.txt of the epochs before.
+    validation; `results_text` the results.txt of the epochs before. `best_epoch` and `tested_epoch` are the best and
+    the last validated one (-1: none yet), `trained` counts the epochs since this start. `random_states` are the
+    generators of all processes after the last epoch: None in a fresh run, [] if a resumed run does not know them.
     """
 
     epochs: int
@@ -26,6 +28,10 @@ class Progress:
     best_fitness: float = 0.0
     results: tuple = (0.0,) * 7
     results_text: str = ""
+    best_epoch: int = -1
+    tested_epoch: int = -1
+    trained: int = 0
+    random_states: list | None = None
 
 
 class Training:
@@ -49,6 +55,7 @@ class Training:
 
         stock behaviour: a checkpoint that is not stripped continues its epochs also when given as --weights; when it
         has had more than were asked for, its epoch number is added to them.
+        With `resume` there may be none left: then the run only has to be finished.
         Raises ValueError when no epoch is left, when the state belongs to another optimiser, or, with `resume`, to
         another model.
         """
@@ -72,7 +79,7 @@ class Training:
         progress.results_text = stored.training_results or ""
         if progress.epochs < progress.start_epoch:
             progress.epochs += stored.epoch
-        if progress.epochs <= progress.start_epoch:
+        if progress.epochs <= progress.start_epoch and not resume:
             raise ValueError(
                 f"{stored.path} has had {progress.start_epoch} epochs, so --epochs {epochs} leaves nothing to train: "
                 "give more epochs, or start anew from the best.pt of a finished run, which holds no training state"
@@ -90,6 +97,14 @@ class Training:
                 f"{stored.path} holds the state of another optimizer ({error}): give or drop --adam as in that run, "
                 "or start anew from the best.pt of a finished run, which holds no training state"
             ) from error
+
+    def resume_schedule(self, epoch):
+        """Rates as the present schedule has them after `epoch`, and the present weight decay, not the restored ones."""
+        fresh = zip(self.optimizer.param_groups, self.scheduler.base_lrs, self.scheduler.lr_lambdas, strict=True)
+        for group, initial_lr, factor in fresh:
+            group["initial_lr"], group["lr"] = initial_lr, initial_lr * factor(epoch)
+            if group["weight_decay"]:
+                group["weight_decay"] = optim.scaled_weight_decay(self.hyp["weight_decay"], self.total_batch)
 
     def start(self, model, compute_loss, loss_factor, first_epoch, num_warmup):
         """Set what is known only after the data: how the model is called, its loss, and where the schedules begin.
