@@ -120,7 +120,7 @@ class NullBoard:
 
 
 def run_settings(save_dir):
-    """Options and hyper-parameters {name: number, bool or text} that the run in `save_dir` wrote; empty before it did."""
+    """Options and hyper-parameters {name: number, bool or text} from the files of a run; empty before it wrote them."""
     settings = {}
     for prefix, name in (("", "opt.yaml"), ("hyp/", "hyp.yaml")):
         path = Path(save_dir) / name
