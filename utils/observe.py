@@ -2,6 +2,7 @@
 
 import csv
 import difflib
+import logging
 import os
 import signal
 import statistics
@@ -157,7 +158,7 @@ def read_rows(folder):
     if not path.is_file():
         return []
     with path.open(newline="", encoding="utf-8") as file:
-        lines = [line for line in file.read().split("\n") if line]
+        lines = file.read().split("\n")[:-1]  # what comes after the last line end is still being written
     rows = []
     for row in csv.DictReader(lines, restval=None):
         try:
@@ -175,6 +176,7 @@ def read_speed(folder):
         return {}
     if not any(Path(folder).glob("events.out.tfevents.*")):
         return {}
+    logging.getLogger("tensorboard").setLevel(logging.WARNING)
     events = EventAccumulator(str(folder), size_guidance={"images": 1, "scalars": 0})
     events.Reload()
     tags = [tag for tag in events.Tags()["scalars"] if tag.startswith(("speed/", "readback/"))]
