@@ -4,6 +4,7 @@ import csv
 import difflib
 import logging
 import os
+import platform
 import signal
 import statistics
 import subprocess
@@ -12,16 +13,18 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import yaml
 
 from utils.files import PROJECT_ROOT
 from utils.options import explicit_options, train_parser
-from utils.utilisation import Usage, Utilisation
+from utils.utilisation import Usage, Utilisation, gpu_name
 
 LOG = "output.log"  # in the run folder: what the process printed
 MAP50, LOSS = "metrics/mAP_0.5", "train/total_loss"  # columns of results.csv
+TIMED_OUT = "timed out"
 POLL = 0.2  # seconds between two looks at a process
 GRACE = 15  # seconds that a process is given to end when it is asked to
 
@@ -83,6 +86,8 @@ def run_training(arguments, folder, on_epoch=None, timeout=None, environment=Non
     place = ["--project", str(folder.parent), "--name", folder.name, "--exist-ok"]
     if "--resume" in arguments:  # continues where it is
         place = []
+    else:
+        forget_results(folder)
     command = [*(program or train_program()), *map(str, arguments), *place]
     started = time.monotonic()
     with (folder / LOG).open("ab") as log:
@@ -105,7 +110,10 @@ def run_training(arguments, folder, on_epoch=None, timeout=None, environment=Non
     return run
 
 
-TIMED_OUT = "timed out"
+def forget_results(folder):
+    """Remove what an earlier run in the folder left to read, or a run that fails would seem to have results."""
+    for path in (folder / LOG, folder / "results.csv", *folder.glob("events.out.tfevents.*")):
+        path.unlink(missing_ok=True)
 
 
 def wait_for_end(process, folder, on_epoch: Callable | None, deadline):
@@ -196,6 +204,36 @@ def last_words(log, return_code):
     if return_code < 0 and not errors:
         return f"ended by signal {signal.Signals(-return_code).name}"
     return (errors or lines or [f"exit status {return_code}"])[-1].removeprefix("error: ")
+
+
+def machine():
+    """What a measurement has to be read with: {name: text}."""
+    versions = []
+    for package in ("torch", "numpy", "opencv-python-headless", "opencv-python"):
+        with suppress(PackageNotFoundError):
+            versions.append(f"{package} {version(package)}")
+    return {
+        "commit": current_commit(),
+        "GPU": gpu_name() or "none that NVML shows",
+        "CPU cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        "packages": ", ".join(versions),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+    }
+
+
+def current_commit():
+    """The commit of the project, and whether tracked files differ from it; "none" outside of git."""
+    try:
+        head = _git("rev-parse", "--short=12", "HEAD")
+        return head + (" with changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "none"
+
+
+def _git(*words):
+    answer = subprocess.run(["git", *words], cwd=PROJECT_ROOT, capture_output=True, text=True, check=True)
+    return answer.stdout.strip()
 
 
 # ---- command lines ---------------------------------------------------------------------------------------------------

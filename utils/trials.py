@@ -235,8 +235,6 @@ def run_trial(table, trial_id, params, base, budget, checks, program=None):
     before = sum(row.get("seconds", 0) for row in observe.read_rows(folder)) if resumed else 0.0
     if resumed:
         logger.info("trial %d continues after an interruption", trial_id)
-    elif (folder / "results.csv").exists():
-        (folder / "results.csv").unlink()  # of an attempt that cannot be continued
     epochs = budget.epochs or train_parser().parse_args(base).epochs
 
     def watch(rows):

@@ -179,15 +179,8 @@ def is_helper(process):
 
 def open_gpu():
     """A function that returns (share of time with a kernel, GB used) of the first visible GPU; None without NVML."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-        handle = _handle(pynvml, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    except pynvml.NVMLError as error:
-        logger.debug("GPU utilisation is not measured: %s", error)
+    pynvml, handle = _first_gpu()
+    if handle is None:
         return None
 
     def read():
@@ -197,7 +190,30 @@ def open_gpu():
         except pynvml.NVMLError:
             return None, None
 
-    return read if handle is not None else None
+    return read
+
+
+def gpu_name():
+    """The name of the first visible GPU; None without NVML."""
+    pynvml, handle = _first_gpu()
+    if handle is None:
+        return None
+    name = pynvml.nvmlDeviceGetName(handle)
+    return name.decode() if isinstance(name, bytes) else name
+
+
+def _first_gpu():
+    """The module pynvml and its handle of the first visible GPU; None for what is not there."""
+    try:
+        import pynvml
+    except ImportError:
+        return None, None
+    try:
+        pynvml.nvmlInit()
+        return pynvml, _handle(pynvml, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    except pynvml.NVMLError as error:
+        logger.debug("GPU utilisation is not measured: %s", error)
+        return pynvml, None
 
 
 def _handle(pynvml, visible):
