@@ -29,7 +29,13 @@ from utils.observe import LOSS, MAP50
 
 logger = logging.getLogger("ab_compare")
 
-FASTER, MAP_POINTS, GPU_BUSY, MAIN_BUSY = 4.0, 0.01, 0.80, 0.40  # the targets
+FASTER, MAP_POINTS, GPU_BUSY, MAIN_BUSY = 4.0, 0.01, 0.80, 0.40  # the targets, in words:
+TARGETS = (
+    "training more than 4x faster",
+    "mAP@.5 within 1 % (0.01)",
+    "GPU utilisation above 80 %",
+    "main process below 40 % of a core",
+)
 NOT_HERE = "not measured on this machine"
 
 # name in the report: (key, how a run is measured, format)
@@ -109,13 +115,13 @@ def verdicts(a, b):
     return [
         _speed(middle(a["images_per_second"]), middle(b["images_per_second"]), on_gpu),
         _quality(a["map50"], b["map50"]),
-        _share("GPU utilisation above 80 %", middle(b["gpu"]), GPU_BUSY, on_gpu, above=True),
-        _share("main process below 40 % of a core", middle(b["main_cpu"]), MAIN_BUSY, on_gpu, above=False),
+        _share(TARGETS[2], middle(b["gpu"]), GPU_BUSY, on_gpu, above=True),
+        _share(TARGETS[3], middle(b["main_cpu"]), MAIN_BUSY, on_gpu, above=False),
     ]
 
 
 def _speed(rate_a, rate_b, on_gpu):
-    target = f"training more than {FASTER:.0f}x faster"
+    target = TARGETS[0]
     if not rate_a or not rate_b:
         return target, NOT_HERE, "no rate: is tensorboard installed?"
     factor = rate_b / rate_a
@@ -126,7 +132,7 @@ def _speed(rate_a, rate_b, on_gpu):
 
 def _quality(maps_a, maps_b):
     """mAP@.5 within one point, by the mean difference of the pairs; undecided while chance could explain the answer."""
-    target = "mAP@.5 within 1 % (0.01)"
+    target = TARGETS[1]
     differences = [score_b - score_a for score_a, score_b in zip(maps_a, maps_b, strict=True)]
     mean, spread = statistics.mean(differences), scatter(differences)
     found = f"B - A = {mean:+.4f}"

@@ -35,7 +35,8 @@ class Run:
 
     `status` is completed, stopped (by the caller, who said why in `message`) or failed (`message`: its last words).
     `rows` are the rows of results.csv, one {column: number} an epoch; `speed` {tag: [value of each epoch]} comes from
-    the event file; `seconds` is the time of the process with its start, `usage` what it used all in all.
+    the event file; `seconds` is the time of the process with its start, `usage` what it used all in all; `memory` are
+    samples of the GB that its processes took.
     """
 
     folder: Path
@@ -45,6 +46,7 @@ class Run:
     rows: list = field(default_factory=list)
     speed: dict = field(default_factory=dict)
     usage: Usage = field(default_factory=Usage)
+    memory: list = field(default_factory=list)
 
     @property
     def completed(self):
@@ -100,6 +102,7 @@ def run_training(arguments, folder, on_epoch=None, timeout=None, environment=Non
         finally:
             end_group(process)
     run = Run(folder, "completed", seconds=time.monotonic() - started, usage=watched.usage())
+    run.memory = [sample.memory for sample in watched.samples if sample.memory]
     run.rows, run.speed = read_rows(folder), read_speed(folder)
     if reason == TIMED_OUT:
         run.status, run.message = "failed", f"no end after {timeout:.0f} s: the run was stopped"
