@@ -99,9 +99,10 @@ def test_failed_trials_are_repeated_on_request(series):
 
 def test_other_arguments_begin_a_new_table(tmp_path, caplog):
     first = TrialTable.open(tmp_path, SETTINGS)
-    first.add(Trial(0, {"adam": True}, "completed", 0.5, 1.0, 2.0))
+    first.add(Trial(0, {"adam": True, "weights": ""}, "completed", 0.5, 1.0, 2.0))
     again = TrialTable.open(tmp_path, SETTINGS)
-    assert again.path == first.path and again.knows(0, {"adam": True})
+    assert again.path == first.path and again.knows(0, {"adam": True, "weights": ""})
+    assert not again.knows(0, {"adam": True})
     assert TrialTable.open(tmp_path, SETTINGS, fresh=True).path != first.path
     other = TrialTable.open(tmp_path, {"base_args": []})
     assert other.path != first.path and not other.trials

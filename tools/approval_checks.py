@@ -101,10 +101,10 @@ def compiled_run(setup: Setup):
 def same_keys(setup: Setup):
     from utils.checkpoint import read_checkpoint
 
-    folders = [setup.out / "runs" / name / "weights" / "last.pt" for name in ("no flag", "USE_COMPILE=1")]
-    if not folders[1].is_file():
+    files = [setup.folder_of(name) / "weights" / "last.pt" for name in ("no flag", "USE_COMPILE=1")]
+    if not files[1].is_file():
         raise NotMeasured("there is no compiled run")
-    plain, compiled = (list((stored.model or stored.ema).state) for stored in map(read_checkpoint, folders))
+    plain, compiled = (list((stored.model or stored.ema).state) for stored in map(read_checkpoint, files))
     expect(plain == compiled, f"other names in the checkpoint: {sorted(set(plain) ^ set(compiled))[:3]}")
     return f"{len(plain)} entries of the same names"
 

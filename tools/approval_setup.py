@@ -1,5 +1,6 @@
 """What every check of a stage needs: the data and options of its runs, and how a check reports what it found."""
 
+import re
 import shlex
 import time
 import traceback
@@ -83,10 +84,14 @@ class Setup:
         """The command line that the runs share."""
         return "train.py " + shlex.join(self.arguments(2))
 
+    def folder_of(self, name):
+        """The folder of a run of this stage."""
+        return self.out / "runs" / re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_")
+
     def train(self, name, *flags, epochs=2, environment=None):
         """A training run, which has to reach its end and leave no process behind; its numbers go to `measured`."""
         before = children()
-        run = observe.run_training(self.arguments(epochs, *flags), self.out / "runs" / name, None, TIMEOUT, environment)
+        run = observe.run_training(self.arguments(epochs, *flags), self.folder_of(name), None, TIMEOUT, environment)
         if not run.completed or len(run.rows) != epochs:
             raise Failed(f"{' '.join(flags) or 'no flag'}: {run.message or 'rows are missing'}; see {run.folder}")
         if children() - before:

@@ -163,7 +163,7 @@ def perform(options):
 
 
 def main():
-    logging.basicConfig(stream=sys.stdout, level=logging.WARNING, format="    %(message)s")
+    logging.basicConfig(stream=sys.stdout, level=logging.ERROR, format="    %(message)s")
     observe.exit_on_sigterm()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:

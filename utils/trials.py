@@ -27,6 +27,7 @@ COLUMNS = ("trial_id", "status", "final_map", "final_loss", "seconds")
 STATUSES = ("completed", "eliminated", "failed")
 # What a trial may not set, because the run folders belong to the trials.
 RESERVED = {"project", "name", "exist_ok", "resume", "evolve", "hyp", "help"}
+EMPTY = '""'  # an empty text in the table
 PARAMETERS = "trial.json"  # in the folder of a trial: its overrides, known before it starts
 
 
@@ -143,7 +144,7 @@ class TrialTable:
     def knows(self, trial_id, params):
         """Whether the trial has ended with the same overrides; a row of other overrides is dropped."""
         row = self.trials.get(trial_id)
-        if row and {name: str(value) for name, value in row.params.items()} != as_text(params):
+        if row and as_text(row.params) != as_text(params):
             logger.warning("trial %d has changed since it was run; it is run again", trial_id)
             del self.trials[trial_id]
             return False
@@ -156,7 +157,7 @@ class TrialTable:
             writer.writerow([*COLUMNS, *(f"param_{name}" for name in names)])
             for trial in sorted(self.trials.values(), key=lambda trial: trial.trial_id):
                 numbers = [_text(trial.final_map), _text(trial.final_loss), f"{trial.seconds:.1f}"]
-                params = [str(trial.params.get(name, "")) for name in names]
+                params = [as_text(trial.params).get(name, "") for name in names]
                 writer.writerow([trial.trial_id, trial.status, *numbers, *params])
 
     def _load(self):
@@ -177,8 +178,8 @@ class TrialTable:
 
 
 def as_text(params):
-    """Overrides as they stand in the table."""
-    return {name: str(value) for name, value in params.items()}
+    """Overrides as they stand in the table, where an empty cell means that the trial does not set this one."""
+    return {name: str(value) or EMPTY for name, value in params.items()}
 
 
 def _text(number):
@@ -298,7 +299,7 @@ def ranking_text(trials):
     lines = [f"{'rank':>4}  {'trial':>5}  {'status':<10}  {'mAP@.5':>8}  {'loss':>8}  {'seconds':>7}  overrides"]
     for rank, trial in enumerate(trials, 1):
         final_map, loss = (_text(value) and f"{value:.4f}" for value in (trial.final_map, trial.final_loss))
-        overrides = ", ".join(f"{name}={value}" for name, value in trial.params.items()) or "none"
+        overrides = ", ".join(f"{name}={value}" for name, value in as_text(trial.params).items()) or "none"
         note = f"  ({trial.message})" if trial.message else ""
         lines.append(f"{rank:>4}  {trial.trial_id:>5}  {trial.status:<10}  {final_map:>8}  {loss:>8}  "
                      f"{trial.seconds:>7.1f}  {overrides}{note}")  # fmt: skip
