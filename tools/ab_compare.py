@@ -152,7 +152,8 @@ def _share(target, value, limit, on_gpu, above):
         return target, NOT_HERE, "no GPU" if not on_gpu else "install nvidia-ml-py"
     if not on_gpu:
         return target, NOT_HERE, f"no GPU: the main process computes the model itself ({value:.0%})"
-    return target, "met" if (value > limit) == above else "missed", f"{value:.0%}"
+    is_met = value > limit if above else value < limit
+    return target, "met" if is_met else "missed", f"{value:.0%}"
 
 
 def middle(values):
