@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from utils.board import Board, NullBoard
 from utils.files import atomic_write
 from utils.plots import in_background, plot_images, plot_labels, plot_results, wait_for_background
 
@@ -42,7 +43,10 @@ def open_report(opt, names, ranks, heads=()):
     if not ranks.is_main:
         return NullReport()
     shown = not opt.evolve
-    return RunReport(opt.save_dir, opt.epochs, names, shown, shown, per_class=bool(heads), num_heads=len(heads))
+    watched = ranks.world_size if shown else 0
+    return RunReport(
+        opt.save_dir, opt.epochs, names, shown, shown, per_class=bool(heads), num_heads=len(heads), watched_ranks=watched
+    )
 
 
 class RunReport:
@@ -50,14 +54,16 @@ class RunReport:
 
     `num_epochs` is the last epoch number plus one, `names` the class names (list or dict). Off on request: `pictures`,
     `tensorboard` (the event file). On request: `per_class`, results_per_class.csv and events with the AP@.5:.95 of
-    every class; the scores of `num_heads` detection heads.
+    every class; the scores of `num_heads` detection heads; `watched_ranks`, the number of training processes, puts
+    speed, pictures and settings into the event file too.
 
     results.txt has 15 columns, one line per epoch: epoch, memory, box, obj, cls and total loss, labels of the last
     batch, image size, precision, recall, mAP@.5, mAP@.5:.95, and box, obj, cls loss on the validation set. It and the
     CSV files start anew with the first epoch, unless `resume` was called.
     """
 
-    def __init__(self, save_dir, num_epochs, names, pictures=True, tensorboard=True, per_class=False, num_heads=0):
+    def __init__(self, save_dir, num_epochs, names, pictures=True, tensorboard=True, per_class=False, num_heads=0,
+                 watched_ranks=0):  # fmt: skip
         self.save_dir = Path(save_dir)
         self.num_epochs = num_epochs
         self.names = list(names.values()) if isinstance(names, dict) else list(names)
@@ -67,6 +73,9 @@ class RunReport:
         self.table = _CsvTable(self.save_dir / "results.csv")
         self.class_table = _CsvTable(self.save_dir / "results_per_class.csv") if per_class else None
         self.writer = _open_tensorboard(self.save_dir) if tensorboard else None
+        is_watched = self.writer and watched_ranks
+        self.board = Board(self.writer, self.save_dir, watched_ranks) if is_watched else NullBoard()
+        self.last_scores = {}
         self.is_open = False
         self.head_scalars = dict.fromkeys((tag.format(head) for head in range(num_heads) for tag in HEAD_TAGS), 0.0)
 
@@ -86,6 +95,10 @@ class RunReport:
         if self.pictures:
             in_background(plot_labels, labels, self.names, self.save_dir)
 
+    def also(self, source):
+        """`source()` gives further scalars {tag: value} for the event file after every epoch."""
+        self.board.also(source)
+
     # ---- every epoch
 
     def epoch(self, epoch, feed, num_batches):
@@ -95,9 +108,11 @@ class RunReport:
         self.epoch_number = epoch
         self.started = time.monotonic()
         self.batches_before, self.batches_done, self.losses_seen = epoch * num_batches, 0, 0
+        self.num_batches = num_batches
         self.mean_losses = torch.full((4,), math.nan)
         self.num_labels = self.image_size = 0
         logger.info("\n" + "%10s" * len(HEADER), *HEADER)
+        self.board.begin_epoch()
         self.bar = tqdm(feed, total=num_batches)
         return self.bar
 
@@ -118,8 +133,9 @@ class RunReport:
         if self.pictures and number < NUM_PREVIEWS:
             # copies, because the buffers of a batch may be used again while the drawing thread works
             copies = [_first(images, PREVIEW_IMAGES), _first(targets), list(paths)]
-            in_background(plot_images, *copies, self.save_dir / f"train_batch{number}.jpg", self.names)
+            in_background(self._draw_batch, *copies, number)
         self.batches_done += 1
+        self.board.batch(len(images), is_last=self.batches_done == self.num_batches)
 
     def losses(self, loss_items):
         """Take into the means of this epoch what is new: [4: box, obj, cls, total] of a batch, or a row for several."""
@@ -155,6 +171,8 @@ class RunReport:
         others = {"train/total_loss": total, "labels": self.num_labels, "image_size": self.image_size}
         others |= {"memory_gb": _reserved_memory(), "seconds": time.monotonic() - self.started}
         self.table.add({"epoch": self.epoch_number, **scalars, **others})
+        self.last_scores = dict(zip(TEST_TAGS, results, strict=True))
+        self.board.end_epoch(self.epoch_number)
         if self.class_table and class_ap is not None:
             by_class = dict(zip(self.names, class_ap, strict=True))
             self.class_table.add({"epoch": self.epoch_number, **by_class})
@@ -172,10 +190,15 @@ class RunReport:
         if self.pictures:
             plot_results(self.save_dir)
         wait_for_background()
+        self.board.finish(self.last_scores)
         if self.writer:
             self.writer.close()
 
     # ---- details
+
+    def _draw_batch(self, images, targets, paths, number):
+        picture = plot_images(images, targets, paths, self.save_dir / f"train_batch{number}.jpg", self.names)
+        self.board.mosaic(picture, number)
 
     def _progress_text(self):
         """Eight columns; reading the losses waits for the device."""
@@ -200,6 +223,9 @@ class NullReport:
         pass
 
     def labels(self, labels):
+        pass
+
+    def also(self, source):
         pass
 
     def epoch(self, epoch, feed, num_batches):
