@@ -53,8 +53,8 @@ def main(opt):
     hyp, data = load_hyp(opt.hyp), load_data_yaml(opt.data, opt.single_cls)
     device = dist.select_device(opt.device, opt.batch_size, ranks)
     dist.start_processes(ranks, device)
-    open_run_folder(opt, ranks)
     if opt.evolve:
+        open_run_folder(opt, ranks)
         evolve(partial(train, opt=opt, data=data, device=device, ranks=ranks), hyp, opt.save_dir, opt.evolve)
     else:
         train(hyp, opt, data, device, ranks)
@@ -75,13 +75,13 @@ def train(hyp, opt, data, device, ranks):
     progress = training.restore(stored, opt.epochs, data.nc, opt.resume)
     if progress.epochs != opt.epochs:  # the schedule ends where the run ends
         scheduler.lr_lambdas = [optim.lr_factor(progress.epochs, hyp["lrf"], opt.linear_lr)] * 3
-    report, checkpoints = open_records(opt, hyp, data, ranks, progress)
 
     loaders = open_loaders(opt, hyp, data, max(int(model.stride.max()), 32), ranks, progress.start_epoch)
+    report, checkpoints = open_records(opt, hyp, data, ranks, progress)
     if not opt.resume:
         report.labels(loaders.dataset.labels)
-        if ranks.is_main and not opt.noautoanchor:  # the other processes receive the anchors with the weights
-            check_anchors(loaders.dataset, model, thr=hyp["anchor_t"], imgsz=loaders.image_size)
+        if ranks.is_main:  # the other processes receive the anchors with the weights
+            check_anchors(loaders.dataset, model, hyp["anchor_t"], loaders.image_size, refit=not opt.noautoanchor)
             training.ema.copy_anchors(model)
         model.half().float()  # stock behaviour: a fresh run starts from weights rounded to half precision
     model.nc, model.names, model.gr = data.nc, data.names, 1.0
@@ -177,7 +177,11 @@ def build_model(opt, hyp, data, device):
 
 
 def open_records(opt, hyp, data, ranks, progress):
-    """Report and checkpoints of this process; the main one also writes hyp.yaml and opt.yaml, as they were given."""
+    """Report and checkpoints of this process; the main one also writes hyp.yaml and opt.yaml, as they were given.
+
+    The run folder appears here, when all input has been found good.
+    """
+    open_run_folder(opt, ranks)
     report, checkpoints = open_report(opt, data.names, ranks), NoCheckpoints()
     if ranks.is_main and not opt.resume:
         save_hyp(hyp, Path(opt.save_dir) / "hyp.yaml")

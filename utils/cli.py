@@ -1,10 +1,15 @@
 """How train.py and test.py start: log format, and errors of the user as one line instead of a traceback."""
 
+import errno
 import logging
 import os
 import sys
 
+from utils.files import printable
 from utils.runs import NothingToDo
+
+FULL = "; make room, then train.py --resume goes on after the last complete epoch"
+ADVICE = {errno.ENOSPC: FULL, errno.EDQUOT: FULL, errno.EFBIG: FULL, errno.EMFILE: "; raise the limit with ulimit -n"}
 
 
 def run(main, opt):
@@ -14,6 +19,8 @@ def run(main, opt):
     distributed run only log warnings. YOLOV7FAST_TRACEBACK=1 shows where an error came from.
     """
     is_main = os.environ.get("RANK", "0") in ("0", "-1")
+    for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a letter of a name shows its number instead
+        stream.reconfigure(errors="backslashreplace")
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(_Formatter("%(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.INFO if is_main else logging.WARNING)
@@ -21,9 +28,9 @@ def run(main, opt):
         main(opt)
     except NothingToDo as message:
         logging.getLogger("run").info("%s", message)
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:
         died = str(error).startswith("DataLoader worker")  # torch says so wherever the main process happens to be
-        if not isinstance(error, (ValueError, OSError)) and not died:
+        if isinstance(error, RuntimeError) and not died:
             raise
         if os.environ.get("YOLOV7FAST_TRACEBACK") == "1":
             raise
@@ -34,11 +41,20 @@ def run(main, opt):
 
 
 def _refuse(error):
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    # the loader sends the whole traceback of a worker as text; its last line is the sentence
-    text = lines[-1].removeprefix("ValueError: ") if "Original Traceback" in str(error) else "\n".join(lines)
-    print(f"error: {text}", file=sys.stderr, flush=True)
+    print(f"error: {printable(_in_words(error))}", file=sys.stderr, flush=True)
     return 2
+
+
+def _in_words(error):
+    """One sentence for an error that ends the program."""
+    if isinstance(error, MemoryError):
+        return "the main memory is full: fewer --workers, a smaller --batch-size, or no --cache-images need less"
+    if isinstance(error, OSError) and error.strerror:
+        place = f"{error.filename}: " if error.filename else ""
+        return f"{place}{error.strerror}{ADVICE.get(error.errno, '')}"
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    # the loader sends the whole traceback of a worker as text; its last line is the sentence
+    return lines[-1].removeprefix("ValueError: ") if "Original Traceback" in str(error) else " ".join(lines)
 
 
 class _Formatter(logging.Formatter):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import yaml
 
+from utils import limits
 from utils.data_yaml import read_yaml
 from utils.files import atomic_write
 
@@ -131,27 +132,23 @@ def check_train_options(opt):
     """Raise ValueError for a value that no run could use; extend --img-size to (train, validation)."""
     if not opt.cfg and not opt.weights:
         raise ValueError("give --cfg (a model yaml) or --weights (a checkpoint): there is nothing to train")
-    lower_bounds = {"epochs": 1, "batch_size": 1, "workers": 0, "test_batch_size": 1, "evolve": 0, "ota_last": 1,
-                    "micro_batch_size": 0, "prefetch_factor": 1, "loader_timeout": 1, "seed": 0}  # fmt: skip
-    for name, low in lower_bounds.items():
-        value = getattr(opt, name)
-        if value is not None and value < low:
-            raise ValueError(f"--{name.replace('_', '-')} {value} is too small: it has to be at least {low}")
     if len(opt.img_size) > 2 or min(opt.img_size) < 1:
         raise ValueError(f"--img-size {opt.img_size} has to be one or two positive numbers: training, validation")
-    if not 0 <= opt.label_smoothing < 1:
-        raise ValueError(f"--label-smoothing {opt.label_smoothing} has to be at least 0 and below 1")
+    limits.check(vars(opt), limits.TRAIN_OPTIONS, limits.option_name)
+    _check_run_name(opt)
     opt.img_size = [opt.img_size[0], opt.img_size[-1]]
 
 
 def check_test_options(opt):
     """Raise ValueError for a value that no test could use."""
-    for name in ("img_size", "batch_size"):
-        if getattr(opt, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(opt, name)} has to be at least 1")
-    for name in ("conf_thres", "iou_thres"):
-        if not 0 <= getattr(opt, name) <= 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(opt, name)} has to lie between 0 and 1")
+    limits.check(vars(opt), limits.TEST_OPTIONS, limits.option_name)
+    _check_run_name(opt)
+
+
+def _check_run_name(opt):
+    """A name without letters would number the folder of all runs instead of one in it."""
+    if Path(opt.project, opt.name.strip()) == Path(opt.project):
+        raise ValueError(f"--name {opt.name!r} names no folder in --project {opt.project}; give a name, such as exp")
 
 
 def round_up(size, stride):
