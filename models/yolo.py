@@ -23,7 +23,7 @@ from models.common import (
     RepConv,
     Shortcut,
 )
-from models.config import check_row, describe, is_count, level_anchors, read_cfg, resolve_argument
+from models.config import check_row, describe, is_count, level_anchors, read_cfg, resolve_argument, short
 from models.summary import model_summary, timed
 
 logger = logging.getLogger(__name__)
@@ -345,7 +345,7 @@ def parse_model(cfg, ch):
             if isinstance(row[0], list) != (kind in LIST_LAYERS):
                 raise ValueError(f"from of {name} must be {'a list' if kind in LIST_LAYERS else 'one index'}")
         except (ValueError, TypeError, RuntimeError, AttributeError) as error:
-            raise ValueError(f"row {i} {row}: {error}") from error
+            raise ValueError(f"row {i} {short(row)}: {error}") from error
         layer.i, layer.f, layer.type = i, row[0], f"{kind.__module__}.{kind.__qualname__}"
         layer.np = sum(p.numel() for p in layer.parameters())
         logger.info("%4d %22s %3d %10d  %-42s %s", i, row[0], number, layer.np, layer.type, args)
@@ -359,7 +359,7 @@ def find_layer(name):
     """The class that a row calls `name`, with or without the prefix nn. or torch.nn.; ValueError if unknown."""
     kind = LAYERS.get(name.removeprefix("torch.").removeprefix("nn."))
     if kind is None:
-        raise ValueError(f"unknown module {name!r}; known are {', '.join(sorted(LAYERS))}")
+        raise ValueError(f"unknown module {short(name)}; known are {', '.join(sorted(LAYERS))}")
     return kind
 
 
@@ -386,7 +386,7 @@ def _build_layer(kind, number, args, inputs, cfg):
     if kind is nn.BatchNorm2d:
         args = [inputs[0]]
     if kind in DETECTION_LAYERS:
-        args = _detection_arguments(kind, args, inputs)
+        args = _detection_arguments(kind, args, inputs, cfg["nc"])
     if repeats == 1:
         return kind(*args), width
     if inputs != [width]:
@@ -407,10 +407,12 @@ def _output_width(kind, args, inputs, width_multiple):
     return 4 * inputs[0] if kind is ReOrg else inputs[0]
 
 
-def _detection_arguments(kind, args, inputs):
+def _detection_arguments(kind, args, inputs, nc):
     """(nc, anchors, input widths) of a detection layer; an auxiliary head takes two inputs per level."""
     if len(args) != 2 or not is_count(args[0]):
         raise ValueError("a detection layer takes the arguments [nc, anchors], where nc is the number of classes")
+    if args[0] != nc:
+        raise ValueError(f"the detection layer is made for {args[0]} classes and the model for {nc}: write nc there")
     num_levels = len(inputs)
     if kind is IAuxDetect:
         if num_levels % 2:

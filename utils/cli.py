@@ -8,6 +8,7 @@ import sys
 from utils.files import printable
 from utils.runs import NothingToDo
 
+MAX_CHARACTERS = 3000  # of an error; paths can be long
 FULL = "; make room, then train.py --resume goes on after the last complete epoch"
 ADVICE = {errno.ENOSPC: FULL, errno.EDQUOT: FULL, errno.EFBIG: FULL, errno.EMFILE: "; raise the limit with ulimit -n"}
 
@@ -41,7 +42,8 @@ def run(main, opt):
 
 
 def _refuse(error):
-    print(f"error: {printable(_in_words(error))}", file=sys.stderr, flush=True)
+    text = printable(_in_words(error))
+    print(f"error: {text[:MAX_CHARACTERS]}{'...' * (len(text) > MAX_CHARACTERS)}", file=sys.stderr, flush=True)
     return 2
 
 

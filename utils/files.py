@@ -165,6 +165,12 @@ def split_lines(text):
     return re.split(r"\r\n|\r|\n", text)
 
 
+def shown(value, limit=200):
+    """A value of a file for a message: on one line, and not longer than `limit` characters."""
+    text = printable(repr(value))
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
 def printable(path):
     """`path` as one line that any terminal or log file accepts; line ends, odd blanks, undecodable bytes as escapes."""
     return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in str(path))

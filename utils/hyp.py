@@ -9,7 +9,7 @@ import yaml
 
 from utils import limits
 from utils.data_yaml import read_yaml
-from utils.files import printable
+from utils.files import printable, shown
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def _number(value, key, where):
     with suppress(ValueError, OverflowError):  # the second for whole numbers that no float can hold
         if math.isfinite(float(number)):
             return float(number) if isinstance(number, str) else number
-    raise ValueError(f"{where}: {key} has to be a number, not {printable(repr(value))[:60]}")
+    raise ValueError(f"{where}: {key} has to be a number, not {shown(value)}")
 
 
 def _listing(keys):

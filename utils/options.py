@@ -8,7 +8,7 @@ import yaml
 
 from utils import limits
 from utils.data_yaml import read_yaml
-from utils.files import atomic_write
+from utils.files import atomic_write, shown
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +148,9 @@ def check_test_options(opt):
 def _check_run_name(opt):
     """A name without letters would number the folder of all runs instead of one in it."""
     if Path(opt.project, opt.name.strip()) == Path(opt.project):
-        raise ValueError(f"--name {opt.name!r} names no folder in --project {opt.project}; give a name, such as exp")
+        raise ValueError(
+            f"--name {shown(opt.name)} names no folder in --project {shown(opt.project)}; give a name, such as exp"
+        )
 
 
 def round_up(size, stride):
@@ -201,5 +203,5 @@ def _checked(value, action, path):
     """A value of an opt.yaml, after a look at its type."""
     numbers = value if isinstance(value, list) else [value]
     if action.type and value != action.default and not all(isinstance(number, (int, float)) for number in numbers):
-        raise ValueError(f"{path}: {action.dest} has to be a number, not {value!r}")
+        raise ValueError(f"{path}: {action.dest} has to be a number, not {shown(value)}")
     return value
