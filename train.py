@@ -25,7 +25,7 @@ from utils.ema import ModelEMA
 from utils.evolve import evolve
 from utils.feed import Trainable, multi_scaled
 from utils.hyp import load_hyp, save_hyp, scale_hyp
-from utils.labels import check_class_ids, check_has_boxes
+from utils.labels import check_class_ids, check_has_boxes, check_nothing_dropped
 from utils.metrics import fitness
 from utils.options import round_up, save_options, train_parser
 from utils.report import open_report
@@ -203,6 +203,8 @@ def open_loaders(opt, hyp, data, stride, ranks, first_epoch):
         image_weights=opt.image_weights, quad=opt.quad, prefix="train: ", **fast,
     )  # fmt: skip
     check_class_ids(dataset.labels, dataset.label_files, data.nc, data.names)
+    if opt.strict_data:
+        check_nothing_dropped(dataset.findings)
     if not opt.allow_background:
         check_has_boxes(dataset.labels, dataset.label_files)
     if not ranks.is_main:
@@ -213,6 +215,8 @@ def open_loaders(opt, hyp, data, stride, ranks, first_epoch):
         workers=opt.workers, prefix="val: ", **fast,
     )  # fmt: skip
     check_class_ids(val_set.labels, val_set.label_files, data.nc, data.names)
+    if opt.strict_data:
+        check_nothing_dropped(val_set.findings)
     return Loaders(train_loader, val_loader, dataset, image_size)
 
 

@@ -19,6 +19,8 @@ NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 CALL = re.compile(r"(?:torch\.)?nn\.(\w+)\((.*)\)")
 WORD = re.compile(r"[A-Za-z_]\w*")
 MAX_ENTRIES = 100_000  # a few lines with aliases can stand for more entries than fit into memory
+MAX_CHANNELS = 100_000  # classes or channels; more are a slip of the finger that would fill the memory
+MAX_ANCHORS = 100  # for a level
 MAX_SHOWN = 300  # characters of a value in a message
 REQUIRED_KEYS = ("nc", "depth_multiple", "width_multiple", "anchors", "backbone", "head")
 
@@ -55,7 +57,7 @@ def _check_values(content, where):
         if not _is_number(content[key]) or content[key] <= 0:
             raise ValueError(f"{where}: {key} must be a positive number, not {short(content[key])}")
     for key, meaning in (("nc", "classes"), ("ch", "input channels")):
-        if not is_count(content[key]):
+        if not is_count(content[key]) or content[key] > MAX_CHANNELS:
             raise ValueError(f"{where}: {key} must be the number of {meaning}, not {short(content[key])}")
     if not is_count(content["anchors"]) and not isinstance(content["anchors"], list):
         raise ValueError(f"{where}: anchors must be lists of pixels or their number, not {short(content['anchors'])}")
@@ -154,7 +156,7 @@ def level_anchors(anchors, num_levels):
 
     A number gives dummy values, to be replaced by auto-anchor. Raises ValueError if the lists do not fit the levels.
     """
-    if is_count(anchors):
+    if is_count(anchors) and anchors <= MAX_ANCHORS:
         return [list(range(2 * anchors)) for _ in range(num_levels)]
     if not isinstance(anchors, list) or not all(isinstance(level, list) for level in anchors):
         raise ValueError(f"anchors must be a list of lists of pixels, or their number per level, not {short(anchors)}")

@@ -23,7 +23,7 @@ from models.common import (
     RepConv,
     Shortcut,
 )
-from models.config import check_row, describe, is_count, level_anchors, read_cfg, resolve_argument, short
+from models.config import MAX_CHANNELS, check_row, describe, is_count, level_anchors, read_cfg, resolve_argument, short
 from models.summary import model_summary, timed
 
 logger = logging.getLogger(__name__)
@@ -193,7 +193,11 @@ class Model(nn.Module):
             raise ValueError(f"{describe(cfg)}, {error}") from error
         self._initialise_biases()
         self._configure_norms_and_activations()
-        self.info()
+        try:
+            self.info()
+        except RuntimeError as error:  # sizes that fit by chance at the one size that measured the strides
+            side = int(self.stride.max())
+            raise ValueError(f"{describe(cfg)} cannot process an image of {side} x {side} pixels: {error}") from error
 
     def forward(self, x, augment=False, profile=False):
         """Output of the detection layer for images [b x ch x h x w, 0..1].
@@ -344,7 +348,7 @@ def parse_model(cfg, ch):
             layer, width = _build_layer(kind, number, args, inputs, cfg)
             if isinstance(row[0], list) != (kind in LIST_LAYERS):
                 raise ValueError(f"from of {name} must be {'a list' if kind in LIST_LAYERS else 'one index'}")
-        except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+        except (ValueError, TypeError, RuntimeError, AttributeError, OverflowError) as error:
             raise ValueError(f"row {i} {short(row)}: {error}") from error
         layer.i, layer.f, layer.type = i, row[0], f"{kind.__module__}.{kind.__qualname__}"
         layer.np = sum(p.numel() for p in layer.parameters())
@@ -399,6 +403,8 @@ def _output_width(kind, args, inputs, width_multiple):
     if kind in SIZED_LAYERS:
         if not args or not is_count(args[0]):
             raise ValueError("the first argument must be the number of output channels")
+        if args[0] * width_multiple > MAX_CHANNELS:
+            raise ValueError(f"more than {MAX_CHANNELS} output channels")
         return math.ceil(args[0] * width_multiple / 8) * 8
     if kind in (Concat, Chuncat):
         return sum(inputs)

@@ -77,7 +77,7 @@ def read_hyp(file):
 def read_cfg(file):
     model = Model(str(file), nc=2)
     with torch.no_grad():
-        maps = model(torch.zeros(2, model.yaml["ch"], 64, 64))
+        maps = model(torch.zeros(2, model.yaml["ch"], 256, 256))
     assert all(level.shape[-1] == 7 for level in maps)
 
 
@@ -90,7 +90,11 @@ def read_cache(file):
 
 
 def read_picture(file):
-    image, targets, path, shapes = LoadImagesAndLabels(str(file.parent), 64, 1)[0]
+    dataset = LoadImagesAndLabels(str(file.parent), 64, 1)
+    try:
+        image, targets, path, shapes = dataset[0]
+    except ValueError as error:
+        raise RuntimeError("the scan let a picture pass that cannot be read") from error
     assert image.dtype == torch.uint8 and image.shape[0] == 3 and max(image.shape[1:]) == 64
 
 

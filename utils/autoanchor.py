@@ -61,7 +61,7 @@ def _keep(head):
     """Leave the anchors as they are, except placeholders, known by a side of zero. Returns whether they changed."""
     if head.anchor_grid.all():
         return False
-    anchors_per_level = head.anchor_grid.numel() // (2 * head.nl)
+    anchors_per_level = head.anchor_grid.numel() // (2 * len(head.stride))
     sides = torch.outer(head.stride.float().cpu(), torch.logspace(0, 1, anchors_per_level, 3.0) * SMALLEST_IN_STRIDES)
     set_anchors(head, sides.reshape(-1, 1).expand(-1, 2))
     logger.warning("only the number of anchors is known: squares of %s pixels are used; list better ones in the cfg",

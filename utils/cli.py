@@ -8,6 +8,8 @@ import sys
 from utils.files import printable
 from utils.runs import NothingToDo
 
+# What these say is the same in all processes of a run.
+READ_BY_ALL = {f"utils.{name}" for name in ("data_yaml", "files", "hyp", "labels", "label_cache", "options", "runs")}
 MAX_CHARACTERS = 3000  # of an error; paths can be long
 FULL = "; make room, then train.py --resume goes on after the last complete epoch"
 ADVICE = {errno.ENOSPC: FULL, errno.EDQUOT: FULL, errno.EFBIG: FULL, errno.EMFILE: "; raise the limit with ulimit -n"}
@@ -17,13 +19,15 @@ def run(main, opt):
     """Call main(opt) and leave the process: status 0, or 2 with one sentence for wrong input or a file that failed.
 
     Log lines go to the standard output, progress bars to the standard error. Processes other than the main one of a
-    distributed run only log warnings. YOLOV7FAST_TRACEBACK=1 shows where an error came from.
+    distributed run only log warnings, and none about what all of them read alike. YOLOV7FAST_TRACEBACK=1 shows where an
+    error came from.
     """
     is_main = os.environ.get("RANK", "0") in ("0", "-1")
     for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a letter of a name shows its number instead
         stream.reconfigure(errors="backslashreplace")
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(_Formatter("%(message)s"))
+    handler.addFilter(lambda record: is_main or record.name not in READ_BY_ALL)
     logging.basicConfig(handlers=[handler], level=logging.INFO if is_main else logging.WARNING)
     try:
         main(opt)

@@ -44,6 +44,7 @@ def train_parser():
     add("--noautoanchor", action="store_true", help="skip the anchor check")
     add("--evolve", nargs="?", type=int, const=300, default=0, help="search hyper-parameters for N (300) generations")
     add("--allow-background", action="store_true", help="train although no training image has a box")
+    add("--strict-data", action="store_true", help="stop when the scan drops an image, a row or a list entry")
 
     group = parser.add_argument_group("machine")
     add = group.add_argument
@@ -107,6 +108,7 @@ def test_parser():
     add("--device", default="", help="cpu or 0")
     add("--single-cls", action="store_true", help="treat all classes as one")
     add("--augment", action="store_true", help="test-time augmentation")
+    add("--strict-data", action="store_true", help="stop when the scan drops an image, a row or a list entry")
     add("--verbose", action="store_true", help="a row for each class")
     add("--save-txt", action="store_true", help="write the detections of each image to labels/*.txt")
     add("--save-hybrid", action="store_true", help="merge the labels into the detections (implies --save-txt)")
