@@ -196,7 +196,7 @@ class LoadImagesAndLabels(Dataset):
         scanned = scan_dataset(path, prefix) if pick is None else pick(scan_dataset(path, prefix))
         self.img_files, self.label_files = list(scanned.img_files), list(scanned.label_files)
         self.labels, self.segments = list(scanned.labels), list(scanned.segments)
-        self.shapes = np.asarray(scanned.shapes, np.float64)
+        self.shapes, self.findings = np.asarray(scanned.shapes, np.float64), scanned.findings
         if single_cls:
             self.labels = [_with_class_zero(labels) for labels in self.labels]
 
