@@ -193,5 +193,6 @@ def validation(opt):
     """What scores the epochs before the last instead of test.evaluate: with --fast-val a FastValidation, else None."""
     if not (opt.fast_val or opt.fast):
         return None
-    logger.info("%-8s| %-40s| %s", "validate", "on the device, batch by batch (fast_val.py)", "--fast-val")
+    why = "--fast-val" if opt.fast_val else "--fast"
+    logger.info("%-8s| %-40s| %s", "validate", "on the device, in batches (fast_val.py)", why)
     return FastValidation()
