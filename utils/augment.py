@@ -240,12 +240,12 @@ def augment_hsv(img, hgain=0.5, sgain=0.5, vgain=0.5):
     cv2.cvtColor(img, cv2.COLOR_BGR2HSV, dst=hsv)
     cv2.split(hsv, planes)
     cv2.LUT(planes[0], (LEVELS * hue % 180).astype(np.uint8), dst=planes[0])
-    _scale_truncated(planes[1], saturation)
-    _scale_truncated(planes[2], value)
+    scale_truncated(planes[1], saturation)
+    scale_truncated(planes[2], value)
     cv2.cvtColor(cv2.merge(planes, hsv), cv2.COLOR_HSV2BGR, dst=img)
 
 
-def _scale_truncated(plane, gain):
+def scale_truncated(plane, gain):
     """Multiply `plane` [h x w, uint8] by `gain`, in place; fractions are cut off, what exceeds 255 becomes 255."""
     table = (LEVELS * gain).clip(0, 255).astype(np.uint8)
     arithmetic = {"alpha": gain, "beta": -0.4999}  # rounds to nearest, so this cuts off unless a fraction is tiny
