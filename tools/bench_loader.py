@@ -188,7 +188,7 @@ def parse():
     parser.add_argument("--cache", action="store_true", help="pictures in RAM")
     parser.add_argument("--epochs", type=int, default=3, help="measured epochs of each run")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--loaders", nargs="+", choices=list(LOADERS), default=list(LOADERS))
+    parser.add_argument("--loaders", nargs="+", choices=[name.removeprefix("--") for name in LOADERS])
     parser.add_argument("--micro-batch-size", type=int, default=0)
     parser.add_argument("--prefetch-factor", type=int, default=None)
     parser.add_argument("--out", default="runs/bench_loader", help="folder of results.json and results.png")
@@ -202,7 +202,7 @@ def main():
         dataset = datasets.LoadImagesAndLabels(
             source, options.img, options.batch, augment=True, hyp=load_hyp(options.hyp), cache_images=options.cache
         )
-        results = {name: [] for name in options.loaders}
+        results = {name: [] for name in LOADERS if name.removeprefix("--") in (options.loaders or name)}
         for repeat in range(options.repeats):
             for name in results:
                 results[name].append(in_process(dataset, options, LOADERS[name]))
