@@ -196,6 +196,7 @@ def limits(case, device):
     steps.training.scaler.scale(torch.ones((), device=device))  # its tensors come with the first use
     with steps.training.autocast():
         sum(p.float().square().mean() for p in steps.training.model(images)).backward()
+    steps._lay_out()
     steps.sgd.collect()
     rows["update"] = {"step": replayed(steps._update)}
     return rows

@@ -69,10 +69,10 @@ class GraphSteps(FastSteps):
     were the current stream.
     """
 
-    def __init__(self, training, interval=10):
-        super().__init__(training, interval)
-        self.is_off = None if self.sgd else "the optimiser is not SGD"
-        self.loss, self.shapes, self.addresses = None, {}, ()
+    def __init__(self, training, interval=10, twin=None):
+        super().__init__(training, interval, twin)
+        self.is_off = None if self.is_sgd else "the optimiser is not SGD"
+        self.loss, self.shapes = None, {}
         self.counts = {"replayed": 0, "captured": 0, "ordinary": 0}
         if self.is_off:
             logger.warning("--cuda-graph: %s; steps are made without a graph", self.is_off)
@@ -83,9 +83,8 @@ class GraphSteps(FastSteps):
 
     def begin_epoch(self):
         super().begin_epoch()
-        addresses = self._addresses()
-        if self.training.compute_loss is not self.loss or addresses != self.addresses:  # it would use what is gone
-            self.loss, self.shapes, self.addresses = self.training.compute_loss, {}, addresses
+        if self.average is None or self.training.compute_loss is not self.loss:  # graphs would use what is gone
+            self.loss, self.shapes = self.training.compute_loss, {}
 
     def finish(self):
         super().finish()
@@ -168,11 +167,6 @@ class GraphSteps(FastSteps):
         """Of the lead heads, for images of `shape`."""
         head, (batch, _, height, width) = self.loss.head, shape
         return [(batch, head.na, height // s, width // s, head.no) for s in map(int, head.stride.tolist())]
-
-    def _addresses(self):
-        """Where the weights and averages lie: a graph keeps writing there."""
-        training = self.training
-        return [t.data_ptr() for m in (training.model, training.ema.ema) for t in (*m.parameters(), *m.buffers())]
 
     def on_stream(self):
         """A context in which work goes to our stream, after what the current stream holds, which then waits for it."""
