@@ -1,6 +1,6 @@
 """The training step with a batch that is already there: reference, --fast-step and --cuda-graph, in one process.
 
-python tests/bench_step.py [--short] [--seconds 170] [--out runs/bench_step]
+python tests/bench_step.py [--short] [--seconds 170] [--paths cuda-graph limits] [--out runs/bench_step]
 
 A case is model, image size, batch and loss; COCO-like random boxes, 80 classes, four sets of them in turn, fp16
 autocast. Each path starts from a model of its own. Milliseconds a step are medians with the 10th and 90th percentile in
@@ -47,7 +47,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CASES = [("yolov7-tiny", 320, 64), ("yolov7-tiny", 320, 384), ("yolov7", 320, 64), ("yolov7", 640, 32)]
 CPU_CASES = [("yolov7-tiny", 64, 4)]
 NUM_CLASSES, BOXES, NUM_SETS = 80, 14, 4
-COLUMNS = ("case", "loss", "path", "ms a step", "img/s", "host ms", "plan ms", "run ms", "cpu", "GB", "waits in 2 steps",
+COLUMNS = ("case", "loss", "path", "ms a step", "img/s", "host ms", "plan ms", "run ms", "cpu", "GB", "waits in 2",
            "graphs")  # fmt: skip
 
 
@@ -274,6 +274,7 @@ def main():
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--short", action="store_true", help="without the slow reference of OTA at large batches")
     parser.add_argument("--seconds", type=float, default=600, help="no row is started after so long")
+    parser.add_argument("--paths", nargs="+", help="only these of the paths in the table, and limits")
     parser.add_argument("--amp", default=None, choices=["fp16", "bf16", "off"])
     parser.add_argument("--out", default="runs/bench_step", help="folder of the json and the table")
     opt = parser.parse_args()
@@ -294,6 +295,8 @@ def main():
     ]
     if device.type == "cpu":
         jobs = [job for job in jobs if "cuda-graph" not in job[2]]
+    if opt.paths:
+        jobs = [job for job in jobs if job[2] in opt.paths]
     rows, out = [], Path(opt.out)
     out.mkdir(parents=True, exist_ok=True)
     for case, kind, path in jobs:

@@ -69,7 +69,7 @@ class GraphSteps(FastSteps):
     were the current stream.
     """
 
-    def __init__(self, training, interval=10, twin=None):
+    def __init__(self, training, interval=FastSteps.INTERVAL, twin=None):
         super().__init__(training, interval, twin)
         self.is_off = None if self.is_sgd else "the optimiser is not SGD"
         self.loss, self.shapes = None, {}

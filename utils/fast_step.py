@@ -25,7 +25,9 @@ class FastSteps:
     optimiser than SGD makes its own steps, and those wait for the device when the loss is scaled.
     """
 
-    def __init__(self, training, interval=10, twin=None):
+    INTERVAL = 10
+
+    def __init__(self, training, interval=INTERVAL, twin=None):
         self.training, self.twin = training, twin
         for model in (training.model, training.ema.ema):
             unwrap(model).to(memory_format=torch.channels_last)

@@ -97,6 +97,8 @@ def choose_losses(paths, reason, ota_last, device):
 def choose_steps(paths, reasons, opt, device):
     """`paths` with feed and steps of --fast-step and --cuda-graph, and rows for the log."""
     if "fast_step" not in reasons:
+        if opt.sync_interval != FastSteps.INTERVAL:
+            logger.warning("--sync-interval %d has no effect without --fast-step", opt.sync_interval)
         return paths, []
     targets_device = torch.device("cpu") if "fast_loss" in reasons else None
     prefetch = Prefetch(targets_device, floats=opt.multi_scale)
