@@ -33,6 +33,9 @@ class OnCPU(GraphSteps):
     def on_stream(self):
         return nullcontext()
 
+    def wait(self):
+        pass
+
     def record(self, body):
         graph = Replayed(body)
         return graph, graph.items

@@ -130,6 +130,7 @@ class GraphSteps(FastSteps):
         if shape.room is None or any(plan.sizes != room for plan, room in zip(plans, shape.room, strict=True)):
             shape.room = [with_spare(plan.sizes) for plan in plans]
             shape.num_crowded = 0
+            self.wait()
             shape.graphs.clear()  # they are too small for what may come
         size = tuple(batch.images.shape)
         plans = self.loss.prepare(batch.targets, self._prediction_shapes(size), size[2:], at_least=shape.room)
@@ -167,6 +168,10 @@ class GraphSteps(FastSteps):
         """Of the lead heads, for images of `shape`."""
         head, (batch, _, height, width) = self.loss.head, shape
         return [(batch, head.na, height // s, width // s, head.no) for s in map(int, head.stride.tolist())]
+
+    def wait(self):
+        """Until the device has done all work, so that no graph goes while it runs."""
+        torch.cuda.synchronize(self.device)
 
     def on_stream(self):
         """A context in which work goes to our stream, after what the current stream holds, which then waits for it."""
