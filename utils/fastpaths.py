@@ -104,13 +104,15 @@ def choose_losses(paths, reason, ota_last, device):
 def choose_steps(paths, reasons, opt, device, make_twin=None):
     """`paths` with feed and steps of --fast-step and --cuda-graph, and rows for the log."""
     if "fast_step" not in reasons:
+        if opt.sync_interval != FastSteps.INTERVAL:
+            logger.warning("--sync-interval %d has no effect without --fast-step", opt.sync_interval)
         return paths, []
     targets_device = torch.device("cpu") if "fast_loss" in reasons else None
     prefetch = Prefetch(targets_device, floats=opt.multi_scale)
     kind = GraphSteps if "cuda_graph" in reasons else FastSteps
     if not has_triton(device) or getattr(opt, "world_size", 1) > 1 or "," in str(opt.device) or compiled.settings():
         make_twin = None
-    options = {"interval": opt.sync_interval} | ({"make_twin": make_twin} if make_twin else {})
+    options = {"interval": opt.sync_interval} | ({"twin": make_twin} if make_twin else {})
     paths = replace(paths, feed=prefetch, steps=partial(kind, **options))
     rows = [("feed", "copied ahead on a side stream, as bytes" if device.type == "cuda" else "as bytes",
              reasons["fast_step"]),
