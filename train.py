@@ -203,6 +203,8 @@ def open_loaders(opt, hyp, data, stride, ranks, first_epoch):
         image_weights=opt.image_weights, quad=opt.quad, prefix="train: ", **fast,
     )  # fmt: skip
     check_class_ids(dataset.labels, dataset.label_files, data.nc, data.names)
+    if opt.total_batch_size > len(dataset):
+        logger.warning("--batch-size %d: there are only %d training images", opt.total_batch_size, len(dataset))
     if opt.strict_data:
         check_nothing_dropped(dataset.findings)
     if not opt.allow_background:
