@@ -9,8 +9,6 @@ import pytest
 import torch
 import yaml
 
-import test as test_program
-import train as train_program
 from models.experimental import attempt_load
 from tests import small_run
 from tests.label_sets import BOX, make_dataset
@@ -18,7 +16,6 @@ from tests.test_checkpoint_refused import ATTACKS, touch
 from tests.tiny_model import tiny_model
 from utils import cli
 from utils.labels import scan_dataset
-from utils.options import test_parser as parser_of_test
 from utils.options import train_parser
 
 REFUSED = "was refused, nothing of it was run"
@@ -30,39 +27,28 @@ def in_its_own_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(logging.root, "handlers", [])
 
 
-def program(name, line, monkeypatch):
-    """Run train.py or test.py with a command line in this process; returns the exit status."""
-    main, parser = {"train": (train_program.main, train_parser()), "test": (test_program.main, parser_of_test())}[name]
-    monkeypatch.setattr("sys.argv", [f"{name}.py", *line])
-    try:
-        cli.run(main, parser.parse_args(line))
-    except SystemExit as end:
-        return end.code
-    return 0
-
-
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def train_from(path, folder, monkeypatch):
-    return program("train", [*small_run.arguments(folder), "--weights", str(path)], monkeypatch)
+def train_from(path, folder):
+    return small_run.program("train", [*small_run.arguments(folder), "--weights", str(path)])
 
 
-def score(path, folder, monkeypatch):
+def score(path, folder):
     line = ["--weights", str(path), "--data", str(small_run.make_data(folder)), "--img", "64", "--device", "cpu"]
-    return program("test", [*line, "--project", str(folder / "runs")], monkeypatch)
+    return small_run.program("test", [*line, "--project", str(folder / "runs"), "--name", "run"])
 
 
-def resume(path, folder, monkeypatch):
+def resume(path, folder):
     run = folder / "old"
     (run / "weights").mkdir(parents=True)
     options = vars(train_parser().parse_args(small_run.arguments(folder)))
     (run / "opt.yaml").write_text(yaml.safe_dump(options))
     path = path.rename(run / "weights" / "last.pt")
-    return program("train", ["--resume", str(path)], monkeypatch)
+    return small_run.program("train", ["--resume", str(path)])
 
 
-def load_alone(path, folder, monkeypatch):
+def load_alone(path, folder):
     def main(opt):
         attempt_load(str(path))
 
@@ -71,16 +57,18 @@ def load_alone(path, folder, monkeypatch):
     return end.value.code
 
 
-ENTRIES = {"train --weights": train_from, "test --weights": score, "train --resume": resume, "attempt_load": load_alone}
+ENTRIES = {
+    "train --weights": train_from, "test --weights": score, "train --resume": resume, "attempt_load": load_alone,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
-def test_checkpoints_with_code(attack, entry, tmp_path, monkeypatch, capsys):
+def test_checkpoints_with_code(attack, entry, tmp_path, capsys):
     """That each attack does its work when it is let, tests/test_checkpoint_refused.py shows."""
     canary, path = tmp_path / "canary", tmp_path / "evil.pt"
     torch.save(attack(canary), path)
-    assert entry(path, tmp_path, monkeypatch) == 2
+    assert entry(path, tmp_path) == 2
     assert REFUSED in capsys.readouterr().err
     assert not canary.exists() and not (tmp_path / "runs" / "run").exists()
 
@@ -133,32 +121,34 @@ TAGS = [
 
 @pytest.mark.parametrize("tag", TAGS)
 @pytest.mark.parametrize("file", ["data.yaml", "hyp.yaml", "cfg.yaml"])
-def test_yaml_with_code(file, tag, tmp_path, monkeypatch, capsys):
+def test_yaml_with_code(file, tag, tmp_path, capsys):
     line = small_run.arguments(tmp_path)
     path = tmp_path / file
     path.write_text(path.read_text() + f"\nextra: {tag}\n")
-    assert program("train", line, monkeypatch) == 2
+    assert small_run.program("train", line) == 2
     assert file in capsys.readouterr().err
     assert not (tmp_path / "canary").exists() and not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("command", ["touch canary", "bash -c 'touch canary'", "import os; os.system('touch canary')"])
-def test_download_is_never_run(command, tmp_path, monkeypatch, capsys):
+def test_download_is_never_run(command, tmp_path, capsys):
     line = small_run.arguments(tmp_path)
     (tmp_path / "data.yaml").write_text(
         yaml.safe_dump({"train": "none/train", "val": "none/val", "nc": 2, "names": ["a", "b"], "download": command})
     )
-    assert program("train", line, monkeypatch) == 2
+    assert small_run.program("train", line) == 2
     assert "never run here" in capsys.readouterr().err and not (tmp_path / "canary").exists()
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
 
-NAMES = ["a b", "it's", 'say "x"', "$(touch canary)", "`touch canary`", "a;touch canary;", "| touch canary", "名é", "%s{0}",
-         "new\nline", "-rf", "*", "\\n", "#1", "~", "a&b"]  # fmt: skip
+NAMES = [
+    "a b", "it's", 'say "x"', "$(touch canary)", "`touch canary`", "a;touch canary;", "| touch canary", "名é", "%s{0}",
+    "new\nline", "-rf", "*", "\\n", "#1", "~", "a&b",
+]  # fmt: skip
 
 
-def test_names_are_only_names(tmp_path, monkeypatch):
+def test_names_are_only_names(tmp_path, no_pictures):
     """Every odd name as a folder of the data set and as a picture in it; one as project, run and class."""
     folder = tmp_path / "it's $(touch canary) 名\n;"
     folder.mkdir()
@@ -173,19 +163,19 @@ def test_names_are_only_names(tmp_path, monkeypatch):
         assert len(scan_dataset(str(images)).img_files) == 6 + len(NAMES)
     data = yaml.safe_load((folder / "data.yaml").read_text())
     (folder / "data.yaml").write_text(yaml.safe_dump(data | {"names": ["$(touch canary)", "a/../b\n"]}))
-    assert program("train", line, monkeypatch) == 0
+    assert small_run.program("train", line) == 0
     run = folder / "runs" / "`touch canary` ../x;\n$HOME"
     assert run.is_dir() and (run / "weights" / "last.pt").is_file()
     line = ["--weights", str(run / "weights" / "last.pt"), "--data", str(folder / "data.yaml"), "--img", "64",
-            "--device", "cpu", "--project", str(folder / "tests"), "--name", "x;touch canary", "--save-txt"]  # fmt: skip
-    assert program("test", line, monkeypatch) == 0
+            "--device", "cpu", "--project", str(folder / "tests"), "--name", "x;touch me", "--save-txt"]  # fmt: skip
+    assert small_run.program("test", line) == 0
     assert not list(tmp_path.rglob("canary")) and not Path("canary").exists()
 
 
 def test_lists_name_only_files(tmp_path):
     make_dataset(tmp_path, {"a": BOX})
-    hostile = ["images/train/../train/a.jpg", "$(touch canary).jpg", "| touch canary", "/dev/zero", "/etc/passwd", "\0", "..",
-               "images/train/a.jpg; touch canary"]  # fmt: skip
+    hostile = ["images/train/../train/a.jpg", "$(touch canary).jpg", "| touch canary", "/dev/zero", "/etc/passwd", "\0",
+               "..", "images/train/a.jpg; touch canary"]  # fmt: skip
     (tmp_path / "list.txt").write_text("\n".join(hostile))
     assert scan_dataset(tmp_path / "list.txt").img_files == [str(tmp_path / "images/train/../train/a.jpg")]
     assert not (tmp_path / "canary").exists()

@@ -1,5 +1,6 @@
 """What a run reads: its loaders for training and validation, and the size of the training images by epoch."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +12,8 @@ from utils.datasets import LoadImagesAndLabels, create_dataloader
 from utils.labels import check_class_ids, check_has_boxes, check_nothing_dropped
 from utils.options import round_up
 from utils.resize_schedule import Sizes
+
+logger = logging.getLogger("train")
 
 
 @dataclass
@@ -64,6 +67,8 @@ def open_train_loader(opt, hyp, data, stride, ranks, device, image_size, first_e
         **fastpaths.loader_options(opt, first_epoch, device),
     )  # fmt: skip
     _check_labels(dataset, opt, data)
+    if opt.total_batch_size > len(dataset):
+        logger.warning("--batch-size %d: there are only %d training images", opt.total_batch_size, len(dataset))
     if not opt.allow_background:
         check_has_boxes(dataset.labels, dataset.label_files)
     return loader, dataset

@@ -219,9 +219,7 @@ def check_test_options(opt):
 def _check_run_name(opt):
     """A name without letters would number the folder of all runs instead of one in it."""
     if Path(opt.project, opt.name.strip()) == Path(opt.project):
-        raise ValueError(
-            f"--name {shown(opt.name)} names no folder in --project {shown(opt.project)}; give a name, such as exp"
-        )
+        raise ValueError(f"--name {shown(opt.name)} names no folder inside of --project; give a name, such as exp")
 
 
 def round_up(size, stride):

@@ -45,7 +45,14 @@ def open_report(opt, names, ranks, heads=()):
     shown = not opt.evolve
     watched = ranks.world_size if shown else 0
     return RunReport(
-        opt.save_dir, opt.epochs, names, shown, shown, per_class=bool(heads), num_heads=len(heads), watched_ranks=watched
+        opt.save_dir,
+        opt.epochs,
+        names,
+        shown,
+        shown,
+        per_class=bool(heads),
+        num_heads=len(heads),
+        watched_ranks=watched,
     )
 
 
