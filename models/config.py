@@ -52,8 +52,8 @@ def _check_values(content, where):
     for key in ("depth_multiple", "width_multiple"):
         if not _is_number(content[key]) or content[key] <= 0:
             raise ValueError(f"{where}: {key} must be a positive number, not {content[key]!r}")
-    for key, meaning in (("nc", "classes"), ("ch", "input channels")):
-        if not is_count(content[key]):
+    for key, meaning in (("nc", "classes"), ("ch", "input channels"), ("heads", "detection heads")):
+        if key in content and not is_count(content[key]):
             raise ValueError(f"{where}: {key} must be the number of {meaning}, not {content[key]!r}")
     if not is_count(content["anchors"]) and not isinstance(content["anchors"], list):
         raise ValueError(f"{where}: anchors must be lists of pixels or their number, not {content['anchors']!r}")

@@ -8,6 +8,7 @@ from torch import nn
 
 from models.yolo import Model
 from utils.checkpoint import read_checkpoint, transfer
+from utils.head_config import of_model_yaml
 
 
 class Ensemble(nn.ModuleList):
@@ -29,7 +30,7 @@ def rebuild(stored, source="checkpoint"):
     try:
         # building draws initial weights, which are overwritten, and lists the layers, which is old news
         with torch.random.fork_rng(devices=[]), _quiet(logging.getLogger("models")):
-            model = Model(dict(stored.yaml))
+            model = Model(dict(stored.yaml), head_config=of_model_yaml(stored.yaml, source))
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
     num_taken, num_own = transfer(model, stored.state), len(model.state_dict())

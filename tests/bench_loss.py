@@ -152,7 +152,7 @@ def assigners(model, predictions, targets, size, kind):
     plan = plan.to(on_device.device)
 
     def batched():
-        rows = loss_batched.gather_rows(plan.layout().cell_index, plan.sizes.cells, detached)
+        rows = assign_batched.gather_rows(plan.layout.cell_index, plan.sizes.cells, detached)
         return assign_batched.owners(rows, plan)
 
     inputs = detached, on_device, head.anchors, head.stride, (size, size)

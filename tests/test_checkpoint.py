@@ -302,6 +302,19 @@ def test_nosave_writes_only_after_the_last_epoch(tmp_path, monkeypatch):
     assert names_after(checkpoints, 2, True, monkeypatch) == {"last.pt", "best.pt", "epoch_002.pt"}
 
 
+def test_every_nth_epoch_is_kept(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path, epochs=300, period=4)
+    kept = [e for e in range(1, 24) if f"epoch_{e:03d}.pt" in names_after(checkpoints, e, False, monkeypatch)]
+    assert kept == [3, 7, 11, 15, 19, 23]
+
+
+def test_last_is_written_last(tmp_path, monkeypatch):
+    names = []
+    monkeypatch.setattr(reader, "save", lambda content, path: names.append(path.name))
+    Checkpoints(tmp_path, epochs=3).after_epoch(dict, 0, True)
+    assert names[-1] == "last.pt" and len(names) == 3
+
+
 def test_initial_model(tmp_path):
     model = tiny_model()
     Checkpoints(tmp_path / "weights", epochs=1).initial(model)
@@ -333,6 +346,7 @@ def test_strip(tmp_path):
     size = checkpoints.last.stat().st_size
     checkpoints.strip(rebuild)
     assert checkpoints.last.stat().st_size == size, "stripping twice changes nothing"
+    assert full_state_path(checkpoints.last).read_bytes() == full
 
 
 def test_no_checkpoints(tmp_path):

@@ -1,5 +1,6 @@
 """The opt-in loaders: the same batches as the reference whatever the flags, and ends that leave nothing behind."""
 
+import gc
 import itertools
 import os
 import signal
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tqdm import tqdm
 
 from tests import golden_data
 from utils import fast_loader
@@ -407,7 +409,9 @@ def resources():
 
 @pytest.mark.parametrize("flags", [{}, {"persistent_workers": True}], ids=str)
 @pytest.mark.parametrize("image_weights", [False, True])
-def test_twenty_epochs_leak_nothing(flags, image_weights, folder, no_orphans):
+def test_twenty_epochs_leak_nothing(flags, image_weights, folder, no_orphans, monkeypatch):
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # no thread that watches progress bars
+    gc.collect()  # whatever earlier tests left
     outside = resources()
     loader, _ = make_loader(folder, worker_tensor=True, image_weights=image_weights, **flags)
     seen = set()

@@ -136,3 +136,24 @@ def test_printable_is_one_line_of_visible_characters():
 
 def test_split_lines_ends_lines_only_where_lines_end():
     assert files.split_lines("a\rb\r\nc\n\nd\x0be\u2028f") == ["a", "b", "c", "", "d\x0be\u2028f"]
+
+
+# ---- temporary files that killed processes leave --------------------------------------------------------------------
+
+
+def test_leftovers_are_removed_but_not_the_files_of_living_processes(tmp_path):
+    dead = tmp_path / ".last.pt.0123456789ab.tmp"
+    other = tmp_path / ".best.pt.0123456789ab.tmp"
+    strangers = [tmp_path / name for name in (".last.pt.tmp", "last.pt.0123456789ab.tmp", ".last.pt.xyz.tmp", "a.tmp")]
+    for path in (dead, other, *strangers):
+        path.write_text("half a file")
+    with files.atomic_write(tmp_path / "last.pt") as file:
+        file.write(b"whole")
+        file.flush()
+        files.remove_leftovers(tmp_path, "last.pt")
+        assert not dead.exists() and other.exists()
+        assert len(list(tmp_path.glob(".last.pt.????????????.tmp"))) == 1, "it is being written"
+        files.remove_leftovers(tmp_path)
+    assert (tmp_path / "last.pt").read_bytes() == b"whole" and not other.exists()
+    assert all(path.exists() for path in strangers)
+    files.remove_leftovers(tmp_path / "missing")

@@ -66,11 +66,28 @@ TRAIN_OURS = {
     "--persistent-workers": ([], True, False),
     "--worker-tensor": ([], True, False),
     "--fast-loss": ([], True, False),
+    "--fast-val": ([], True, False),
     "--ota-last": (["5"], 5, None),
     "--micro-batch-size": (["4"], 4, 0),
     "--prefetch-factor": (["4"], 4, None),
     "--loader-timeout": (["60"], 60, 300),
     "--seed": (["7"], 7, None),
+    "--fast-step": ([], True, False),
+    "--sync-interval": (["20"], 20, 10),
+    "--cuda-graph": ([], True, False),
+    "--fast": ([], True, False),
+    "--amp": (["bf16"], "bf16", None),
+    "--heads": (["4"], 4, 0),
+    "--head-config": (["h.yaml"], "h.yaml", ""),
+    "--transfer-weights": ([], True, False),
+    "--auto-lr": ([], True, False),
+    "--subset-size": (["100"], 100, 0),
+    "--subset-seed": (["3"], 3, 0),
+    "--overfit": ([], True, False),
+    "--resize-schedule": (["0:64,2:96"], "0:64,2:96", ""),
+    "--max-iter": (["4"], 4, 0),
+    "--eval-interval": (["2"], 2, 0),
+    "--patience": (["5"], 5, 0),
 }
 TEST = {
     "--weights": (["a.pt", "b.pt"], ["a.pt", "b.pt"], ["yolov7.pt"]),
@@ -93,6 +110,7 @@ TEST = {
     "--name": (["n"], "n", "exp"),
     "--exist-ok": ([], True, False),
     "--no-trace": ([], True, False),
+    "--one-class-score": ([], True, False),
     "--v5-metric": ([], True, False),
 }
 
@@ -116,8 +134,8 @@ def test_no_flag_is_undocumented_here():
 
 
 def test_our_flags_are_off_by_default():
-    defaults = vars(train_parser().parse_args([]))
-    assert not any(defaults[destination(flag)] for flag in TRAIN_OURS if flag != "--loader-timeout")
+    defaults, numbers = vars(train_parser().parse_args([])), ("--loader-timeout", "--sync-interval")
+    assert not any(defaults[destination(flag)] for flag in TRAIN_OURS if flag not in numbers)
     line = [word for flag, (arguments, _, _) in TRAIN_OURS.items() for word in (flag, *arguments)]
     on = vars(train_parser().parse_args(line))
     assert all(on[destination(flag)] for flag in TRAIN_OURS)
@@ -138,6 +156,19 @@ def test_optional_values():
     assert train_parser().parse_args(["--resume", "a/last.pt"]).resume == "a/last.pt"
     assert train_parser().parse_args(["--evolve", "5"]).evolve == 5
     assert train_parser().parse_args(["--freeze", "11"]).freeze == [11]
+
+
+def test_freeze_takes_ranges(capsys):
+    assert train_parser().parse_args(["--freeze", "3-5", "9"]).freeze == [3, 4, 5, 9]
+    for wrong in ("5-3", "3-3", "a", "3-"):
+        with pytest.raises(SystemExit):
+            train_parser().parse_args(["--freeze", wrong])
+        assert f"'{wrong}' is neither a layer number nor a range such as 29-76" in capsys.readouterr().err
+
+
+def test_transfer_needs_a_checkpoint():
+    with pytest.raises(ValueError, match="--transfer-weights takes backbone and neck from --weights"):
+        check_train_options(train_parser().parse_args(["--cfg", "c.yaml", "--transfer-weights"]))
 
 
 @pytest.mark.parametrize("line", ["--epochs many", "--unknown-flag", "--img-size", "--local_rank x"])
@@ -168,13 +199,21 @@ def parsed(line):
     [
         ("--cfg=", "give --cfg .* or --weights"),
         ("--epochs 0", "--epochs 0 is too small: it has to be at least 1"),
-        ("--batch-size -1", "--batch-size -1 is too small"),
+        ("--batch-size -2", "--batch-size -2 is too small"),
+        ("--batch-size 0", "--batch-size 0 has to be at least 1"),
+        ("--batch-size -1 --device 0,1", "-1, what fits, is for one GPU a process"),
         ("--workers -2", "--workers -2 is too small: it has to be at least 0"),
         ("--test-batch-size 0", "--test-batch-size 0 is too small"),
         ("--img 0", "--img-size .* one or two positive"),
         ("--img 320 320 320", "--img-size .* one or two positive"),
         ("--label-smoothing 1", "--label-smoothing 1.0"),
         ("--label-smoothing -0.1", "--label-smoothing -0.1"),
+        ("--subset-size -1", "--subset-size -1 is too small"),
+        ("--patience -1", "--patience -1 is too small"),
+        ("--patience 3 --notest", "--patience needs validations"),
+        ("--overfit --multi-scale --quad", "--overfit trains the same images .* drop --multi-scale --quad"),
+        ("--overfit --resize-schedule 0:64", "--overfit has one image size"),
+        ("--resize-schedule 64", "--resize-schedule '64' is not understood; write it like"),
     ],
 )
 def test_values_that_no_run_could_use(line, message):
@@ -187,6 +226,18 @@ def test_image_sizes_become_two(line, sizes):
     opt = parsed(line)
     check_train_options(opt)
     assert opt.img_size == sizes
+
+
+def test_resize_schedule_decides_the_size(caplog):
+    for line, words in (("", ""), ("--img 96", ""), ("--img 64 128", "validation has its last size, 96")):
+        caplog.clear()
+        opt = parsed(f"--resize-schedule 0:64,2:96 {line}")
+        check_train_options(opt)
+        assert opt.img_size == [96, 96] and (words in caplog.text if words else not caplog.records)
+
+
+def test_both_spellings_of_save_period():
+    assert parsed("--save-period 3").save_period == parsed("--save_period 3").save_period == 3
 
 
 def test_weights_alone_are_enough():
@@ -203,7 +254,8 @@ def test_idle_flags_are_answered_with_one_warning(caplog):
     warn_about_idle_options(parsed(""))
     assert not caplog.records
     warn_about_idle_options(parsed("--bucket b --save_period 3 --upload_dataset"))
-    assert len(caplog.records) == 1 and "'--bucket', '--upload_dataset', '--save_period'" in caplog.text
+    assert len(caplog.records) == 1 and "'--bucket', '--upload_dataset'" in caplog.text
+    assert "save_period" not in caplog.text, "here it keeps checkpoints"
     warn_about_idle_options(Namespace())
 
 
@@ -280,11 +332,11 @@ def test_stock_file_is_read_without_a_word(tmp_path, caplog):
 
 
 def test_unknown_keys_are_named_once_and_dropped(tmp_path, caplog):
-    (tmp_path / "opt.yaml").write_text("epochs: 5\nheads: 4\nhead_config: a.yaml\n1: 2\n")
+    (tmp_path / "opt.yaml").write_text("epochs: 5\nrl_augment: true\nhead_params: a.yaml\n1: 2\n")
     opt = load_options(tmp_path / "opt.yaml")
-    assert opt.epochs == 5 and opt.batch_size == 16 and not hasattr(opt, "heads")
+    assert opt.epochs == 5 and opt.batch_size == 16 and not hasattr(opt, "rl_augment")
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "opt.yaml: options unknown here are ignored: heads, head_config, 1" in caplog.text
+    assert "opt.yaml: options unknown here are ignored: rl_augment, head_params, 1" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -145,8 +145,11 @@ def test_what_may_change(prepare, caplog):
     old_run()
     opt = prepare("--resume --epochs 9 --device cpu --workers 0 --batch-size 2 --linear-lr")
     assert (opt.epochs, opt.device, opt.workers) == (9, "cpu", 0)
-    assert opt.batch_size == 8 and opt.linear_lr is False
-    assert "ignored: batch_size, linear_lr" in caplog.text
+    assert opt.batch_size == opt.total_batch_size == 2 and opt.linear_lr is False
+    assert "ignored: linear_lr" in caplog.text
+    noted = prepare("--resume")
+    assert (noted.epochs, noted.batch_size) == (9, 2), "the next resume goes on with them"
+    assert noted.workers == 8, "unlike what only says how a machine does it"
 
 
 def test_resume_from_inside_the_run_folder(prepare, monkeypatch):

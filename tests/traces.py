@@ -3,6 +3,7 @@
 import json
 import shutil
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -123,7 +124,7 @@ def run(opt, seeded):
         record["results"].append({"results": list(progress.results), "maps": progress.maps.tolist()})
 
     def open_loaders(*args):
-        return original_open(*args)._replace(train=StoredBatches())
+        return replace(original_open(*args), train=StoredBatches())
 
     original_build, original_finish, original_open = train.build_model, train.finish_epoch, train.open_loaders
     with (

@@ -10,6 +10,7 @@ results.png.
     first batch   seconds from the start of making the loader (the data set is there) to the first batch
     gap           milliseconds that the first batch of a later epoch takes; compare it with `batch`, any other batch
     main, workers share of a core that the main process (with its threads) and each worker use
+    worker ms/img CPU time of all workers for an image
     memory        proportional set size of main process and workers together, pictures in RAM included
 """
 
@@ -41,8 +42,8 @@ LOADERS = {
 }
 COLUMNS = {
     "img/s": ("rate", "{:,.0f}"), "main": ("main_share", "{:.2f}"), "workers": ("worker_share", "{:.2f}"),
-    "first batch s": ("first_batch", "{:.2f}"), "gap ms": ("gap", "{:.1f}"), "batch ms": ("interval", "{:.1f}"),
-    "memory GB": ("memory", "{:.2f}"),
+    "worker ms/img": ("worker_cost", "{:.2f}"), "first batch s": ("first_batch", "{:.2f}"),
+    "gap ms": ("gap", "{:.1f}"), "batch ms": ("interval", "{:.1f}"), "memory GB": ("memory", "{:.2f}"),
 }  # fmt: skip
 
 
@@ -106,10 +107,12 @@ def measure(dataset, options, flags):
         torch.cuda.synchronize()
     wall = time.perf_counter() - began
     workers = children()
+    worker_seconds = cpu_seconds(workers) - workers_began
     return {
         "rate": num_images / wall,
         "main_share": (time.process_time() - main_began) / wall,
-        "worker_share": (cpu_seconds(workers) - workers_began) / wall / max(len(workers), 1),
+        "worker_share": worker_seconds / wall / max(len(workers), 1),
+        "worker_cost": 1e3 * worker_seconds / num_images,
         "first_batch": first_batch,
         "gap": statistics.median(gaps),
         "interval": statistics.median(intervals or gaps),

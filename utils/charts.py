@@ -6,6 +6,7 @@ thread. matplotlib is imported when the first chart is drawn.
 
 from pathlib import Path
 
+from utils.files import atomic_write
 from utils.image_grid import PALETTE
 
 __all__ = ["FAINT", "INK", "PALETTE", "new_figure", "save_figure", "set_title", "whole_numbers"]
@@ -32,7 +33,8 @@ def new_figure(rows=1, columns=1, size=(8, 6)):
 def save_figure(figure, path):
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, bbox_inches="tight", pad_inches=0.15)
+    with atomic_write(path) as file:
+        figure.savefig(file, format=path.suffix[1:], dpi=150, bbox_inches="tight", pad_inches=0.15)
     return path
 
 

@@ -7,7 +7,9 @@ tensors and plain values from those, and refuses every other name. The caller re
 
 import logging
 import pickle
+import shutil
 import tarfile
+from collections import Counter
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -17,7 +19,8 @@ import numpy as np
 import torch
 
 from utils.dist import unwrap
-from utils.files import atomic_write
+from utils.files import atomic_write, replacement
+from utils.head_config import description_in_model
 
 logger = logging.getLogger(__name__)
 
@@ -25,9 +28,13 @@ LAYER_CLASSES = {
     "models.yolo": ("Model", "Detect", "IDetect", "IAuxDetect"),
     "models.common": ("Conv", "Concat", "Chuncat", "Shortcut", "MP", "SP", "ReOrg", "DownC", "SPPCSPC", "RepConv",
                       "ImplicitA", "ImplicitM"),
+    "models.multihead": ("MultiHeadDetect",),
+    "models.multihead_attention": ("MultiHeadDetectAttention",),
+    "models.attention": ("CBAM", "ChannelAttention", "SpatialAttention"),
+    "utils.head_config": ("HeadConfig",),
     "torch.nn.modules.conv": ("Conv2d",),
     "torch.nn.modules.batchnorm": ("BatchNorm2d", "SyncBatchNorm"),
-    "torch.nn.modules.pooling": ("MaxPool2d",),
+    "torch.nn.modules.pooling": ("MaxPool2d", "AdaptiveAvgPool2d", "AdaptiveMaxPool2d"),
     "torch.nn.modules.upsampling": ("Upsample",),
     "torch.nn.modules.container": ("Sequential", "ModuleList"),
     "torch.nn.modules.linear": ("Identity",),
@@ -119,6 +126,9 @@ def _stand_ins():
 
     for module, names in LAYER_CLASSES.items():
         yield from (named(module, name) for name in names)
+    for module in ("pathlib", "pathlib._local"):  # the path of a head configuration; Python 3.13 has the second name
+        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"):
+            yield called(module, name, lambda *parts: "/".join(map(str, parts)))
     yield named("numpy", "dtype", _Dtype)
     yield named("numpy", "ndarray", _Array)
     for module in ("numpy.core.multiarray", "numpy._core.multiarray"):  # NumPy 1 and 2
@@ -205,7 +215,10 @@ def _stored(model):
     if not isinstance(attributes.get("yaml"), dict | None):
         raise ValueError("the yaml of its model is no mapping")
     attached = {name: attributes[name] for name in ATTACHED if name in attributes}
-    return StoredModel(_collect(model, "", {}), attributes.get("yaml"), attached)
+    cfg, heads = attributes.get("yaml"), description_in_model(attributes)
+    if cfg is not None and heads is not None:
+        cfg = cfg | {"head_config": heads}
+    return StoredModel(_collect(model, "", {}), cfg, attached)
 
 
 def _collect(layer, prefix, state):
@@ -243,6 +256,34 @@ def transfer(model, state, exclude=()):
     return len(taken)
 
 
+def take_body(model, state, path):
+    """Load backbone, neck and anchors from `state`, of the file `path`; the detection layer keeps its fresh weights.
+
+    Logs what was taken and what was not. Raises ValueError when nothing fits.
+    """
+    own, head = model.state_dict(), f"model.{len(model.model) - 1}."
+    body = {key: value for key, value in state.items() if not key.startswith(head) or "anchor" in key}
+    taken = {key for key, value in body.items() if key in own and own[key].shape == value.shape}
+    if not any(not key.startswith(head) for key in taken):
+        raise ValueError(f"{path} has no layer in common with this model; give a checkpoint of the same network")
+    transfer(model, {key: body[key] for key in taken})
+    logger.info("Transferred %d/%d items from %s: backbone, neck, anchors", len(taken), len(own), path)
+    other_shape = [key for key in body if key in own and key not in taken]
+    lists = {
+        "fresh": [key for key in own if key not in taken],
+        "in the file with another shape": other_shape,
+        "in the file only": [key for key in state if key not in taken and key not in other_shape],
+    }
+    for title, keys in lists.items():
+        logger.info("  %s: %d%s", title, len(keys), f" ({_in_groups(keys)})" if keys else "")
+
+
+def _in_groups(keys):
+    """Names of tensors by layer and part, with how many each has: model.77.heads (24)."""
+    count = Counter(".".join(key.split(".")[:3]) for key in keys)
+    return ", ".join(f"{name} ({number})" if number > 1 else name for name, number in count.items())
+
+
 def same_layout(model, state):
     """Whether `state` has exactly the model's entries, in name and shape."""
     return {key: value.shape for key, value in model.state_dict().items()} == {k: v.shape for k, v in state.items()}
@@ -260,8 +301,8 @@ def training_checkpoint(epoch, best_fitness, training_results, model, ema, optim
         "epoch": epoch,
         "best_fitness": best_fitness,
         "training_results": training_results,
-        "model": deepcopy(unwrap(model)).half(),
-        "ema": deepcopy(ema.ema).half(),
+        "model": _in_stock_order(model).half(),
+        "ema": _in_stock_order(ema.ema).half(),
         "updates": ema.updates,
         "optimizer": optimizer.state_dict(),
         "scaler": scaler.state_dict(),
@@ -269,33 +310,46 @@ def training_checkpoint(epoch, best_fitness, training_results, model, ema, optim
     }
 
 
-class Checkpoints:
-    """Decides after each epoch which files of weights/ are written."""
+def _in_stock_order(model):
+    """A copy with contiguous weights, whatever order they are trained in: tools that fuse layers rely on it."""
+    return deepcopy(unwrap(model)).to(memory_format=torch.contiguous_format)
 
-    def __init__(self, folder, epochs, save_every_epoch=True):
-        self.folder, self.epochs, self.save_every_epoch = Path(folder), epochs, save_every_epoch
+
+class Checkpoints:
+    """Decides after each epoch which files of weights/ are written.
+
+    With a `period` every so many epochs are kept for good, beside those that stock keeps.
+    """
+
+    def __init__(self, folder, epochs, save_every_epoch=True, period=0):
+        self.folder, self.epochs, self.save_every_epoch, self.period = Path(folder), epochs, save_every_epoch, period
         self.last, self.best = self.folder / "last.pt", self.folder / "best.pt"
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def initial(self, model):
         """init.pt, the bare model before the first step."""
-        save(unwrap(model), self.folder / "init.pt")
+        save(_in_stock_order(model), self.folder / "init.pt")
 
     def after_epoch(self, make_content, epoch, is_best):
         """Write last.pt, and beside it the files that this epoch deserves; `is_best` only for a validated epoch.
 
-        `make_content()` returns the checkpoint; it is not called when nothing is written.
+        `make_content()` returns the checkpoint; it is not called when nothing is written. last.pt comes last: what is
+        killed before resumes from the epoch before, and writes the others again.
         """
         if not self.save_every_epoch and epoch + 1 < self.epochs:
             return
-        paths = [self.last]
+        paths = []
         if is_best:
             paths.append(self.best)
             if epoch >= 200:
                 paths.append(self.folder / f"best_{epoch:03d}.pt")
-        if epoch == 0 or (epoch + 1) % 25 == 0 or epoch >= self.epochs - 5:
+        in_period = self.period > 0 and (epoch + 1) % self.period == 0
+        if epoch == 0 or (epoch + 1) % 25 == 0 or epoch >= self.epochs - 5 or in_period:
             paths.append(self.folder / f"epoch_{epoch:03d}.pt")
-        content = make_content()
+        self.write(make_content(), [*paths, self.last])
+
+    def write(self, content, paths):
+        """Write `content` to each of `paths`, in this order."""
         for path in paths:
             save(content, path)
 
@@ -306,12 +360,14 @@ class Checkpoints:
     def strip(self, rebuild):
         """Reduce last.pt and best.pt to the model for inference; the full last state moves to last_full.pt.
 
-        `rebuild` makes a Model of a StoredModel.
+        `rebuild` makes a Model of a StoredModel. last.pt comes last: as long as it is not stripped, --resume knows that
+        the run has to be finished.
         """
-        stored = {path: read_checkpoint(path) for path in self.written()}
-        if self.last in stored:
-            self.last.replace(full_state_path(self.last))
-        for path, checkpoint in stored.items():
+        for path in reversed(self.written()):
+            checkpoint = read_checkpoint(path)
+            if path == self.last and checkpoint.optimizer is not None:
+                with replacement(full_state_path(path)) as copy:
+                    shutil.copyfile(path, copy)
             save(_inference_content(rebuild(checkpoint.for_inference()), checkpoint), path)
             logger.info("Optimizer stripped from %s, %.1fMB", path, path.stat().st_size / 1e6)
 

@@ -22,6 +22,8 @@ def run(main, opt):
     except NothingToDo as message:
         logging.getLogger("run").info("%s", message)
     except (ValueError, OSError, RuntimeError) as error:
+        if is_out_of_memory(error) and os.environ.get("YOLOV7FAST_TRACEBACK") != "1":
+            sys.exit(_refuse(ValueError(out_of_memory(error, opt))))
         died = str(error).startswith("DataLoader worker")  # torch says so wherever the main process happens to be
         if not isinstance(error, (ValueError, OSError)) and not died:
             raise
@@ -31,6 +33,28 @@ def run(main, opt):
     except KeyboardInterrupt:
         print("interrupted; train.py --resume goes on after the last complete epoch", file=sys.stderr, flush=True)
         sys.exit(130)
+
+
+def is_out_of_memory(error):
+    """Whether the GPU, or one of its libraries, or the host had no memory left."""
+    signs = ("CUDA error: out of memory", "STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate memory",
+             "DefaultCPUAllocator: not enough memory")  # fmt: skip
+    return type(error).__name__ == "OutOfMemoryError" or any(sign in str(error) for sign in signs)
+
+
+def out_of_memory(error, opt):
+    """What to tell the user: what was asked for, and what needs less."""
+    place = "the host" if "DefaultCPUAllocator" in str(error) else "the GPU"
+    size = getattr(opt, "img_size", None)
+    size = max(size) if isinstance(size, list) else size
+    asked = f"batch size {getattr(opt, 'total_batch_size', getattr(opt, 'batch_size', '?'))} and image size {size}"
+    if getattr(opt, "resume", False):  # its options are in its own opt.yaml
+        asked = "the batch and image size of the resumed run"
+    advice = "a smaller --batch-size, a smaller --img-size"
+    if hasattr(opt, "amp"):
+        advice += ", or --amp fp16"
+    reason = str(error).strip().splitlines()[0].split(" If reserved but")[0]
+    return f"{place} has too little memory for {asked}: give {advice} ({reason})"
 
 
 def _refuse(error):

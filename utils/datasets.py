@@ -20,6 +20,7 @@ from utils.augment import (
     augment_hsv,
     box_candidates,
     copy_paste,
+    draw_colours,
     letterbox,
     mixup,
     random_perspective,
@@ -27,6 +28,7 @@ from utils.augment import (
 from utils.boxes import xywhn2xyxy, xyxy2xywh
 from utils.dist import rank_zero_first
 from utils.fast_loader import Settings, build_loader
+from utils.finishing import AtOnce
 from utils.image_cache import use_disk_cache
 from utils.inference_sources import LoadImages
 from utils.labels import img2label_paths, scan_dataset
@@ -78,6 +80,7 @@ def create_dataloader(
     image_weights=False,
     quad=False,
     prefix="",
+    pick=None,
     persistent_workers=False,
     worker_tensor=False,
     **fast,
@@ -92,7 +95,7 @@ def create_dataloader(
     with rank_zero_first(rank):
         dataset = LoadImagesAndLabels(
             path, imgsz, batch_size, augment=augment, hyp=hyp, rect=rect, image_weights=image_weights,
-            cache_images=cache, single_cls=opt.single_cls, stride=int(stride), pad=pad, prefix=prefix,
+            cache_images=cache, single_cls=opt.single_cls, stride=int(stride), pad=pad, prefix=prefix, pick=pick,
         )  # fmt: skip
     batch_size = min(batch_size, len(dataset))
     workers = min(os.cpu_count() // world_size, batch_size if batch_size > 1 else 0, workers)
@@ -148,12 +151,16 @@ class InfiniteDataLoader(DataLoader):
 class LoadImagesAndLabels(Dataset):
     """Pictures and labels, one sample for each picture: (image, targets, path, shapes).
 
-    `path` is a folder, a list file, or a list of those; `pad` is in strides; `hyp` is needed only for augmenting.
+    `path` is a folder, a list file, or a list of those; `pad` is in strides; `hyp` is needed only for augmenting;
+    `pick(ScannedDataset)` may leave a part of it.
 
     `labels` float32 [n x 5: class, x, y, w, h normalised] and `segments` (polygons [m x 2] normalised, one for each
     label or none at all) are lists with one entry for each picture; `shapes` [n x 2] is (width, height) of the files.
     With `rect` the pictures are sorted by aspect ratio, and each batch has the smallest common shape.
     """
+
+    finish = AtOnce()
+    new_image = staticmethod(np.empty)  # where pixels of a sample go; --worker-tensor knows a place in its batch
 
     def __init__(
         self,
@@ -169,6 +176,7 @@ class LoadImagesAndLabels(Dataset):
         stride=32,
         pad=0.0,
         prefix="",
+        pick=None,
     ):
         missing = [key for key in AUGMENTATION_KEYS if key not in (hyp or {})] if augment else []
         if missing:
@@ -185,7 +193,7 @@ class LoadImagesAndLabels(Dataset):
         self.mosaic_border = (-img_size // 2, -img_size // 2)
         self.stride = stride
 
-        scanned = scan_dataset(path, prefix)
+        scanned = scan_dataset(path, prefix) if pick is None else pick(scan_dataset(path, prefix))
         self.img_files, self.label_files = list(scanned.img_files), list(scanned.label_files)
         self.labels, self.segments = list(scanned.labels), list(scanned.segments)
         self.shapes = np.asarray(scanned.shapes, np.float64)
@@ -250,8 +258,10 @@ class LoadImagesAndLabels(Dataset):
         else:
             img, labels, shapes = self._plain_sample(index)
         if self.augment:
-            augment_hsv(img, self.hyp["hsv_h"], self.hyp["hsv_s"], self.hyp["hsv_v"])
-            if random.random() < self.hyp["paste_in"]:
+            colours = draw_colours(self.hyp["hsv_h"], self.hyp["hsv_s"], self.hyp["hsv_v"])
+            is_pasting = random.random() < self.hyp["paste_in"]
+            self.finish.recolour(img, colours, now=is_pasting)
+            if is_pasting:
                 labels = pastein(img, labels, self.samples_to_paste())
 
         labels[:, 1:5] = xyxy2xywh(labels[:, 1:5])
@@ -262,9 +272,7 @@ class LoadImagesAndLabels(Dataset):
 
         targets = torch.zeros((len(labels), 6))
         targets[:, 1:] = torch.from_numpy(labels)
-        image = np.empty((3, *img.shape[:2]), np.uint8)
-        cv2.split(img, image[::-1])  # BGR into RGB planes
-        return torch.from_numpy(image), targets, self.img_files[index], shapes
+        return torch.from_numpy(self.finish.pixels(img, self.new_image)), targets, self.img_files[index], shapes
 
     def _mosaic_sample(self, index):
         """A mosaic, perhaps mixed with a second one."""
@@ -306,10 +314,10 @@ class LoadImagesAndLabels(Dataset):
     def _flipped(self, img, labels):
         """Flip up-down and left-right, each with its own probability."""
         if random.random() < self.hyp["flipud"]:
-            img = cv2.flip(img, 0)
+            img = self.finish.flip(img, 0)
             labels[:, 2] = 1 - labels[:, 2]
         if random.random() < self.hyp["fliplr"]:
-            img = cv2.flip(img, 1)
+            img = self.finish.flip(img, 1)
             labels[:, 1] = 1 - labels[:, 1]
         return img, labels
 

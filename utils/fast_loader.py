@@ -1,9 +1,9 @@
-"""Which loader the flags --persistent-workers, --worker-tensor, --prefetch-factor and --seed make."""
+"""Which loader the flags --persistent-workers, --worker-tensor, --prefetch-factor, --seed and --max-iter make."""
 
 import logging
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
@@ -11,8 +11,10 @@ from pathlib import Path
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
+from utils.finishing import agrees_with_table
 from utils.loader_workers import LoaderError, can_fork, in_words
 from utils.seeding import EpochOrder, KeyedDataset, SeededQuad, WithKeys
+from utils.short_epochs import ShortEpochs
 from utils.slabs import SlabLoader, choose_micro_batch, ring_length
 
 logger = logging.getLogger(__name__)
@@ -22,7 +24,10 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Settings:
-    """What the flags ask of a loader. `timeout` in seconds; `seed` None: the generators go their own way."""
+    """What the flags ask of a loader. `timeout` in seconds; `seed` None: the generators go their own way.
+
+    `max_batches` is the length of an epoch at most; None: the whole data set.
+    """
 
     persistent_workers: bool = False
     worker_tensor: bool = False
@@ -31,6 +36,8 @@ class Settings:
     timeout: float = 300
     seed: int | None = None
     first_epoch: int = 0
+    finish_later: bool = False  # the consumer understands Unfinished batches
+    max_batches: int | None = None
 
 
 class Passes:
@@ -39,9 +46,8 @@ class Passes:
     `endless`: one pass that never ends, so that the workers prefetch across the ends of epochs.
     """
 
-    def __init__(self, source, sampler, endless, **options):
-        batches = BatchSampler(sampler, options.pop("batch_size"), drop_last=False)
-        self.source, self.dataset, self.sampler, self.batch_size = source, source.dataset, sampler, batches.batch_size
+    def __init__(self, source, batches, endless, batch_size, **options):
+        self.source, self.dataset, self.sampler, self.batch_size = source, source.dataset, batches.sampler, batch_size
         self.num_batches, self.num_workers = len(batches), options["num_workers"]
         self.loader = DataLoader(batch_sampler=_Endless(batches) if endless else batches, **options)
         self.endless = iter(self.loader) if endless else None
@@ -102,6 +108,9 @@ def build_loader(dataset, batch_size, workers, settings, *, rank=-1, world_size=
         len(dataset), source.seed, shuffle=not dataset.rect, rank=rank, world_size=world_size,
         first_epoch=settings.first_epoch, blocks=dataset.batch if dataset.rect else None,
     )  # fmt: skip
+    batches = BatchSampler(sampler, batch_size, drop_last=False)
+    if settings.max_batches:
+        batches = ShortEpochs(batches, settings.max_batches, settings.first_epoch)
     settings = settings_that_work(settings, workers, warn=dataset.augment)
     if image_weights and settings.persistent_workers:
         source.share_indices()
@@ -111,20 +120,26 @@ def build_loader(dataset, batch_size, workers, settings, *, rank=-1, world_size=
         prefetch = settings.prefetch_factor or 2
         check_memory(ring_length(workers, prefetch, micro_batch, batch_size) * batch_bytes)
         return SlabLoader(
-            source, BatchSampler(sampler, batch_size, drop_last=False), batch_size, batch_bytes, workers,
+            source, batches, batch_size, batch_bytes, workers,
             micro_batch=micro_batch, prefetch=prefetch, timeout=settings.timeout, collate_group=collate_fn4,
             endless=not image_weights, persistent=settings.persistent_workers, lock_pages=torch.cuda.is_available(),
+            finish_later=settings.finish_later and may_finish_later(dataset, collate_fn4),
         )  # fmt: skip
     samples, collate = _NamedErrors(source), collate_fn4 or collate_fn
     if collate_fn4 and source.seed is not None:
         samples, collate = WithKeys(samples), SeededQuad(source, collate_fn4)
     warn_about_shared_memory(workers * (settings.prefetch_factor or 2) * batch_bytes)
     return Passes(
-        source, sampler, endless=not image_weights, dataset=samples, batch_size=batch_size, num_workers=workers,
+        source, batches, endless=not image_weights, dataset=samples, batch_size=batch_size, num_workers=workers,
         collate_fn=collate, pin_memory=torch.cuda.is_available(), worker_init_fn=partial(_enter, source),
         timeout=settings.timeout if workers else 0, prefetch_factor=settings.prefetch_factor if workers else None,
         persistent_workers=settings.persistent_workers,
     )  # fmt: skip
+
+
+def may_finish_later(dataset, collate_group):
+    """Whether the last steps of the samples give the same bytes for whole batches on a GPU."""
+    return dataset.augment and not dataset.rect and not collate_group and agrees_with_table(dataset.img_size)
 
 
 def _enter(source, worker_id):
@@ -142,7 +157,7 @@ def settings_that_work(settings, workers, warn=True):
         flags = " ".join(f"--{name.replace('_', '-')}" for name in names)
         why = "this system cannot fork" if workers else "there are no loader workers (--workers 0, or a batch of one)"
         logger.warning("%s: %s; the reference loader is used", flags, why)
-    return Settings(False, False, 0, settings.prefetch_factor, settings.timeout, settings.seed, settings.first_epoch)
+    return replace(settings, persistent_workers=False, worker_tensor=False, micro_batch_size=0, finish_later=False)
 
 
 def max_pixels(dataset):

@@ -5,8 +5,13 @@ import logging
 import os
 import re
 import secrets
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 logger = logging.getLogger(__name__)
 
@@ -107,26 +112,59 @@ def _highest_number(path):
 
 
 @contextmanager
-def atomic_write(path, mode="wb", encoding=None, newline=None, fsync=False):
-    """Open a temporary neighbour of `path` for writing and move it over `path` when the block ends without an error.
+def replacement(target):
+    """The path of a new temporary neighbour of `target`, which takes its place when the block ends without an error.
 
     Readers see the old file or the new one, never a part. After an error the old file is untouched and the temporary
-    one is gone. `fsync` waits until the data is on the disk, for files that must survive a power cut.
+    one is gone. A process that is killed leaves it behind, unlocked: see `remove_leftovers`.
     """
-    target = Path(os.path.realpath(path))  # write through a symbolic link instead of replacing it
-    if "b" not in mode and encoding is None:
-        encoding = "utf-8"
+    target = Path(os.path.realpath(target))  # write through a symbolic link instead of replacing it
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+    descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
     try:
-        with temporary.open(mode.replace("w", "x"), encoding=encoding, newline=newline) as file:
-            yield file
-            file.flush()
-            if fsync:
-                os.fsync(file.fileno())
+        if fcntl is None:  # a system without such locks does not rename open files either
+            os.close(descriptor)
+        else:
+            with suppress(OSError):  # not every file system has locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield temporary
         os.replace(temporary, target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    finally:
+        if fcntl is not None:
+            os.close(descriptor)
+
+
+@contextmanager
+def atomic_write(path, mode="wb", encoding=None, newline=None, fsync=False):
+    """Open a `replacement` of `path` for writing.
+
+    `fsync` waits until the data is on the disk, for files that must survive a power cut.
+    """
+    if "b" not in mode and encoding is None:
+        encoding = "utf-8"
+    with replacement(path) as temporary, temporary.open(mode, encoding=encoding, newline=newline) as file:
+        yield file
+        file.flush()
+        if fsync:
+            os.fsync(file.fileno())
+
+
+def remove_leftovers(folder, name=None):
+    """Delete the temporary files in `folder` whose writers were killed; only those of the file `name`, if given.
+
+    A file that a living process is writing is locked, also when it is written from another container.
+    """
+    if fcntl is None or not Path(folder).is_dir():
+        return
+    wanted = re.compile(rf"\.{re.escape(name) if name else '.+'}\.[0-9a-f]{{12}}\.tmp")
+    for path in [entry for entry in Path(folder).iterdir() if wanted.fullmatch(entry.name)]:
+        with suppress(OSError), path.open("r+b") as file:  # locked, or gone meanwhile
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+            logger.info("%s of a run that was killed is removed", printable(path))
 
 
 def read_text(path):

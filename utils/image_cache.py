@@ -8,16 +8,13 @@ read, and the system drops pages when memory gets short.
 import hashlib
 import json
 import logging
-import os
-import secrets
 import shutil
 from multiprocessing.pool import ThreadPool
-from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from utils.files import atomic_write, printable
+from utils.files import atomic_write, printable, remove_leftovers, replacement
 from utils.label_cache import cache_location, signature
 from utils.mosaic import load_image, resized_shape
 
@@ -78,25 +75,26 @@ def _make(dataset, path, shapes, ends, prefix):
     _stamp(path).unlink(missing_ok=True)
     path.unlink(missing_ok=True)
     _check_room(path.parent, int(ends[-1]))
-    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    remove_leftovers(path.parent, path.name)
     try:
-        pixels = np.memmap(unfinished, np.uint8, mode="w+", shape=(int(ends[-1]),))
-        views = _views(pixels, shapes, ends)
-        with ThreadPool(8) as pool:
-            pictures = pool.imap(lambda i: load_image(dataset, i), range(dataset.n))
-            for i, (img, _, _) in enumerate(tqdm(pictures, f"{prefix}Caching images on disk", dataset.n)):
-                if img.shape != views[i].shape:
-                    raise ValueError(
-                        f"{printable(dataset.img_files[i])}: the picture changed its size since the labels were "
-                        "scanned; start again, so that it is scanned anew"
-                    )
-                views[i][:] = img
-        pixels.flush()
-        os.replace(unfinished, path)
+        with replacement(path) as unfinished:
+            pixels = np.memmap(unfinished, np.uint8, mode="w+", shape=(int(ends[-1]),))
+            _fill(dataset, _views(pixels, shapes, ends), prefix)
+            pixels.flush()
     except OSError as error:
         raise ValueError(f"--cache-images disk: {printable(path.parent)} cannot be written to ({error})") from error
-    finally:
-        Path(unfinished).unlink(missing_ok=True)
+
+
+def _fill(dataset, views, prefix):
+    with ThreadPool(8) as pool:
+        pictures = pool.imap(lambda i: load_image(dataset, i), range(dataset.n))
+        for i, (img, _, _) in enumerate(tqdm(pictures, f"{prefix}Caching images on disk", dataset.n)):
+            if img.shape != views[i].shape:
+                raise ValueError(
+                    f"{printable(dataset.img_files[i])}: the picture changed its size since the labels were "
+                    "scanned; start again, so that it is scanned anew"
+                )
+            views[i][:] = img
 
 
 def _check_room(folder, num_bytes):

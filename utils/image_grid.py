@@ -9,7 +9,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from utils.boxes import xywhn2xyxy, xyxy2xywh
-from utils.files import printable
+from utils.files import atomic_write, printable
 
 # Okabe and Ito's colours, told apart by colour-blind readers too; boxes of class k take colour k modulo 8
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#999999")
@@ -55,7 +55,9 @@ def plot_images(images, targets, paths=None, fname="images.jpg", names=None, max
         picture.paste(cell, (GAP + column * (width + GAP), GAP + row * (height + GAP)))
     if fname is not None:
         Path(fname).parent.mkdir(parents=True, exist_ok=True)
-        picture.save(fname, quality=92)
+        kind = Image.registered_extensions()[Path(fname).suffix.lower()]
+        with atomic_write(fname) as file:
+            picture.save(file, format=kind, quality=92)
     return np.asarray(picture)
 
 

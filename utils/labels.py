@@ -16,6 +16,7 @@ from utils.image_lists import expand_paths, find_images, img2label_paths
 from utils.images import verify_image
 from utils.label_cache import cache_location, load_cache, save_cache, signature
 from utils.label_text import ROW_DROPPED, ROW_REPAIRED, Note, gather, parse_label_text
+from utils.polygons import Polygons
 
 __all__ = [
     "ScannedDataset",
@@ -42,7 +43,7 @@ class ScannedDataset:
     img_files: list  # paths as strings
     label_files: list  # where the label file is or would be
     labels: list  # float32 [n x 5: class, x, y, w, h normalised] an image
-    segments: list  # an image: [] without polygons, else one float32 [m x 2] a row ([0 x 2] for a box row)
+    segments: list  # an image: Polygons, none at all or a float32 [m x 2] for each row ([0 x 2] for a box row)
     shapes: np.ndarray  # float64 [images x 2: width, height] of the upright pictures
     counts: dict  # found (empty ones included), missing, empty, dropped, total images; dropped_rows, repaired_rows
     findings: list  # utils.label_text.Finding: everything that was dropped, repaired or missing
@@ -110,7 +111,7 @@ def _scan(img_files, label_files, title):
         "img_files": [img_files[index] for index in kept],
         "label_files": [label_files[index] for index in kept],
         "labels": [records[index].rows for index in kept],
-        "segments": [records[index].segments for index in kept],
+        "segments": [Polygons.of(records[index].segments) for index in kept],
         "shapes": np.array([records[index].size for index in kept], np.float64).reshape(-1, 2),
         "counts": _counts(status) | _row_counts(findings),
         "findings": findings,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import yaml
 
+from utils import resize_schedule
 from utils.data_yaml import read_yaml
 from utils.files import atomic_write
 
@@ -25,10 +26,11 @@ def train_parser():
     add("--data", default="data/coco.yaml", help="data set yaml")
     add("--hyp", default="data/hyp.scratch.p5.yaml", help="hyper-parameter yaml")
     add("--epochs", type=int, default=300)
-    add("--batch-size", type=int, default=16, help="images per step, over all GPUs together")
+    add("--batch-size", type=int, default=16, help="images per step, over all GPUs; -1: what fits")
     add("--img-size", nargs="+", type=int, default=[640, 640], help="training and validation size in pixels")
     add("--single-cls", action="store_true", help="treat all classes as one")
-    add("--freeze", nargs="+", type=int, default=[0], help="N: the first N layers; several numbers: those layers")
+    add("--freeze", nargs="+", type=layer_range, action=Flat, default=[0],
+        help="N: the first N layers; several numbers or a range such as 29-76: those layers")  # fmt: skip
     add("--resume", nargs="?", const=True, default=False, help="continue the newest run, or the given last.pt")
 
     group = parser.add_argument_group("how to train")
@@ -50,10 +52,13 @@ def train_parser():
     add("--workers", type=int, default=8, help="loader processes, at most")
     add("--cache-images", nargs="?", const=True, default=False, choices=["ram", "disk"],
         help="keep the resized images in RAM (default), or in one file that is mapped into memory")  # fmt: skip
+    add("--amp", choices=["fp16", "bf16", "off"], help="mixed precision; default fp16 on a GPU, off on a CPU")
     add("--sync-bn", action="store_true", help="batch statistics over all processes (with torchrun)")
     add("--local_rank", "--local-rank", type=int, default=-1, help="set by launchers")
 
+    _add_heads_flags(parser)
     _add_fast_flags(parser)
+    _add_run_length_flags(parser)
 
     group = parser.add_argument_group("what is written")
     add = group.add_argument
@@ -61,12 +66,36 @@ def train_parser():
     add("--name", default="exp", help="folder of this run; a number is appended if it exists")
     add("--exist-ok", action="store_true", help="write into the run folder even if it exists")
     add("--nosave", action="store_true", help="save only the last checkpoint")
+    add("--save-period", "--save_period", type=int, default=-1, metavar="N", help="keep every Nth epoch's checkpoint")
     add("--notest", action="store_true", help="validate only after the last epoch")
     add("--test-batch-size", type=int, default=None, help="validation batch; default twice the training batch")
     add("--v5-metric", action="store_true", help="close the recall axis at 1.0 in AP")
 
     _add_idle_flags(parser)
     return parser
+
+
+def layer_range(text):
+    """The numbers of a single one, or of a range such as 29-76, both ends included."""
+    first, dash, last = text.partition("-")
+    if not first.isdigit() or (dash and not (last.isdigit() and int(first) < int(last))):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a layer number nor a range such as 29-76")
+    return list(range(int(first), int(last or first) + 1))
+
+
+class Flat(argparse.Action):
+    """Stores one list of all the lists that the type makes."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, [value for part in values for value in part])
+
+
+def _add_heads_flags(parser):
+    add = parser.add_argument_group("one backbone, several heads (1B4H)").add_argument
+    add("--heads", type=int, default=0, metavar="N", help="number of detection heads; needs --head-config and a --cfg")
+    add("--head-config", default="", metavar="FILE", help="yaml that says which head learns which classes")
+    add("--transfer-weights", action="store_true", help="of --weights only backbone and neck; heads and epochs anew")
+    add("--auto-lr", action="store_true", help="lr0 by the square root of batch/64 above 64, longer warm-up from 128")
 
 
 def _add_fast_flags(parser):
@@ -79,7 +108,23 @@ def _add_fast_flags(parser):
     add("--loader-timeout", type=int, default=300, help="seconds without a batch after which these loaders give up")
     add("--seed", type=int, default=None, help="equal batches for any workers, flags, ranks and restarts; shuffles")
     add("--fast-loss", action="store_true", help="assignment and loss for the whole batch at once; equal values")
+    add("--fast-step", action="store_true", help="a step that never waits for the GPU; channels-last, multi-tensor")
+    add("--sync-interval", type=int, default=10, metavar="N", help="steps between two loss read-backs of --fast-step")
+    add("--cuda-graph", action="store_true", help="the whole step as a CUDA graph (with --fast-loss and --fast-step)")
+    add("--fast", action="store_true", help="every faster path that this machine can run; says which")
+    add("--fast-val", action="store_true", help="validate whole batches on the device; pictures only in the end")
     add("--ota-last", type=int, default=None, metavar="N", help="OTA in the last N epochs only, the plain loss before")
+
+
+def _add_run_length_flags(parser):
+    add = parser.add_argument_group("shorter and staged runs (off by default)").add_argument
+    add("--subset-size", type=int, default=0, metavar="N", help="train on N random images, every class if possible")
+    add("--subset-seed", type=int, default=0, metavar="S", help="which N images; the same S draws the same ones")
+    add("--overfit", action="store_true", help="train and validate on the first 10 (--subset-size) images as they are")
+    add("--resize-schedule", default="", metavar="E:PX,...", help="training size by epoch: 0:320,20:480,40:640")
+    add("--max-iter", type=int, default=0, metavar="N", help="end an epoch after N batches; the next one goes on there")
+    add("--eval-interval", type=int, default=0, metavar="N", help="validate every N epochs, and after the last")
+    add("--patience", type=int, default=0, metavar="N", help="stop after N epochs without a better one; 0: never")
 
 
 def _add_idle_flags(parser):
@@ -88,7 +133,6 @@ def _add_idle_flags(parser):
     add("--entity", default=None, help="W&B entity")
     add("--upload_dataset", action="store_true", help="W&B: upload the data set")
     add("--bbox_interval", type=int, default=-1, help="W&B: interval of box pictures")
-    add("--save_period", type=int, default=-1, help="W&B: interval of model uploads")
     add("--artifact_alias", default="latest", help="W&B: alias of the data set")
 
 
@@ -115,6 +159,7 @@ def test_parser():
     add("--project", default="runs/test", help="folder of all tests")
     add("--name", default="exp", help="folder of this test; a number is appended if it exists")
     add("--exist-ok", action="store_true", help="write into the folder even if it exists")
+    add("--one-class-score", action="store_true", help="1B4H: heads with a single class give it the score 1")
     add("--no-trace", action="store_true", help="accepted for compatibility: nothing is traced here")
     add("--v5-metric", action="store_true", help="close the recall axis at 1.0 in AP")
     return parser
@@ -131,17 +176,44 @@ def check_train_options(opt):
     """Raise ValueError for a value that no run could use; extend --img-size to (train, validation)."""
     if not opt.cfg and not opt.weights:
         raise ValueError("give --cfg (a model yaml) or --weights (a checkpoint): there is nothing to train")
-    lower_bounds = {"epochs": 1, "batch_size": 1, "workers": 0, "test_batch_size": 1, "evolve": 0, "ota_last": 1,
-                    "micro_batch_size": 0, "prefetch_factor": 1, "loader_timeout": 1, "seed": 0}  # fmt: skip
+    lower_bounds = {"epochs": 1, "batch_size": -1, "workers": 0, "test_batch_size": 1, "evolve": 0, "ota_last": 1,
+                    "micro_batch_size": 0, "prefetch_factor": 1, "loader_timeout": 1, "seed": 0, "sync_interval": 1,
+                    "heads": 0, "subset_size": 0, "subset_seed": 0, "max_iter": 0, "eval_interval": 0, "patience": 0,
+                    "save_period": -1}  # fmt: skip
     for name, low in lower_bounds.items():
         value = getattr(opt, name)
         if value is not None and value < low:
             raise ValueError(f"--{name.replace('_', '-')} {value} is too small: it has to be at least {low}")
+    if opt.transfer_weights and not opt.weights:
+        raise ValueError("--transfer-weights takes backbone and neck from --weights; give a checkpoint there")
+    if opt.batch_size == 0 or (opt.batch_size == -1 and "," in opt.device):
+        raise ValueError(
+            f"--batch-size {opt.batch_size} has to be at least 1 here; -1, what fits, is for one GPU a process"
+        )
+    _check_shorter_run(opt)
     if len(opt.img_size) > 2 or min(opt.img_size) < 1:
         raise ValueError(f"--img-size {opt.img_size} has to be one or two positive numbers: training, validation")
     if not 0 <= opt.label_smoothing < 1:
         raise ValueError(f"--label-smoothing {opt.label_smoothing} has to be at least 0 and below 1")
     opt.img_size = [opt.img_size[0], opt.img_size[-1]]
+
+
+def _check_shorter_run(opt):
+    """Refuse what contradicts itself; with --resize-schedule its last size becomes --img-size."""
+    if opt.patience and opt.notest:
+        raise ValueError("--patience needs validations to look at; drop --notest, or use --eval-interval")
+    drawn = [f"--{name.replace('_', '-')}" for name in ("image_weights", "multi_scale", "quad") if getattr(opt, name)]
+    if opt.overfit and drawn:
+        raise ValueError(f"--overfit trains the same images as they are, every epoch; drop {' '.join(drawn)}")
+    if opt.overfit and opt.resize_schedule:
+        raise ValueError("--overfit has one image size; drop --resize-schedule and give --img-size")
+    if opt.resize_schedule:
+        final = resize_schedule.parse(opt.resize_schedule).final
+        if opt.img_size not in ([640, 640], [final], [final, final]):
+            logger.warning(
+                "--img-size %s: with --resize-schedule, validation has its last size, %d", opt.img_size, final
+            )
+        opt.img_size = [final, final]
 
 
 def check_test_options(opt):
@@ -164,7 +236,7 @@ def round_up(size, stride):
 
 def warn_about_idle_options(opt):
     """One warning for flags that are understood and do nothing."""
-    idle = {"bucket": "", "entity": None, "upload_dataset": False, "bbox_interval": -1, "save_period": -1,
+    idle = {"bucket": "", "entity": None, "upload_dataset": False, "bbox_interval": -1,
             "artifact_alias": "latest"}  # fmt: skip
     used = [f"--{name}" for name, default in idle.items() if getattr(opt, name, default) != default]
     if used:

@@ -5,9 +5,10 @@ import os
 from argparse import Namespace
 from pathlib import Path
 
+from utils import full_state, stopping
 from utils.checkpoint import full_state_path, read_checkpoint
 from utils.data_yaml import read_yaml
-from utils.files import check_file, increment_path
+from utils.files import check_file, increment_path, remove_leftovers
 from utils.options import (
     check_train_options,
     explicit_options,
@@ -19,8 +20,12 @@ from utils.options import (
 
 logger = logging.getLogger(__name__)
 
-# What the user may change while resuming; everything else comes from the run's own opt.yaml.
-CHANGEABLE = {"resume", "epochs", "device", "workers", "local_rank"}
+# What the user may change while resuming; everything else comes from the run's own opt.yaml. The first set stays
+# changed, the second one says how this machine does it.
+OF_THE_RUN = {"epochs", "batch_size", "test_batch_size", "patience", "save_period", "eval_interval"}
+OF_THE_MACHINE = {"resume", "device", "workers", "local_rank", "cache_images", "fast_dataloader", "persistent_workers",
+                  "worker_tensor", "micro_batch_size", "prefetch_factor", "loader_timeout", "fast_loss"}  # fmt: skip
+CHANGEABLE = OF_THE_RUN | OF_THE_MACHINE
 
 
 class NothingToDo(Exception):
@@ -47,6 +52,8 @@ def prepare_train_options(opt, ranks):
         raise ValueError("--evolve runs in a single process; start it without a launcher")
     warn_about_idle_options(opt)
     opt.total_batch_size, opt.world_size, opt.global_rank = opt.batch_size, ranks.world_size, ranks.rank
+    if opt.total_batch_size == -1:  # what fits is measured later
+        return opt
     if opt.total_batch_size % ranks.world_size:
         raise ValueError(f"--batch-size {opt.batch_size} does not divide among {ranks.world_size} processes")
     opt.batch_size = opt.total_batch_size // ranks.world_size
@@ -56,14 +63,17 @@ def prepare_train_options(opt, ranks):
 def open_run_folder(opt, ranks):
     """Choose and make the folder of a new run, in the main process; call it when all input has been found good.
 
-    A resumed run notes its new number of epochs in opt.yaml, so that a further --resume knows it.
+    A resumed run notes what has changed of its options in opt.yaml, so that a further --resume knows it.
     """
     if ranks.is_main and opt.resume:
         path = Path(opt.save_dir) / "opt.yaml"
-        save_options(Namespace(**read_yaml(path) | {"epochs": opt.epochs}), path)
+        names = OF_THE_RUN | {"total_batch_size", "world_size"}
+        save_options(Namespace(**read_yaml(path) | {name: getattr(opt, name) for name in sorted(names)}), path)
     elif ranks.is_main:
         name = "evolve" if opt.evolve else opt.name
         opt.save_dir = str(increment_path(Path(opt.project) / name, exist_ok=opt.exist_ok or bool(opt.evolve)))
+    for folder in (Path(opt.save_dir), Path(opt.save_dir) / "weights") if ranks.is_main else ():
+        remove_leftovers(folder)
 
 
 def resumed_options(opt):
@@ -85,13 +95,28 @@ def resumed_options(opt):
 
     if checkpoint.optimizer is None or checkpoint.epoch is None:
         raise NothingToDo(f"{last} is finished and holds no training state: start a new run with --weights {last}")
-    if checkpoint.epoch + 1 >= old.epochs:
-        raise NothingToDo(f"{run} has finished its {old.epochs} epochs; --resume with a larger --epochs goes on")
+    _refuse_finished(checkpoint, old, run)
+    check_train_options(old)
     old.cfg, old.weights, old.resume, old.save_dir = "", str(last), True, str(run)
     old.data = str(check_file(old.data))
     old.hyp = old.hyp if Path(old.hyp).is_file() else str(run / "hyp.yaml")
     logger.info("Resuming %s after epoch %d", run, checkpoint.epoch)
     return old
+
+
+def _refuse_finished(checkpoint, opt, run):
+    """Raise NothingToDo when the run in the folder `run` is over, unless it was killed before its very last steps."""
+    state = full_state.of(checkpoint) or {}
+    is_stopped = stopping.is_due(state.get("best_epoch", -1), state.get("tested_epoch", -1), opt.patience)
+    if checkpoint.epoch + 1 < opt.epochs and not is_stopped:
+        return
+    if state and checkpoint.path.name == "last.pt" and checkpoint.epoch < opt.epochs:  # not stripped yet
+        logger.info("%s has had its epochs; what was left to do after them is done now", run)
+        return
+    if is_stopped and checkpoint.epoch + 1 < opt.epochs:
+        raise NothingToDo(f"{run} was stopped by --patience {opt.patience} after epoch {checkpoint.epoch}; --resume "
+                          "with a larger --patience goes on")  # fmt: skip
+    raise NothingToDo(f"{run} has finished its {opt.epochs} epochs; --resume with a larger --epochs goes on")
 
 
 def newest_checkpoint():

@@ -17,7 +17,9 @@ class Progress:
     """How far a run has come: epochs `start_epoch` to `epochs` - 1 are trained.
 
     `results` (7: P, R, mAP@.5, mAP@.5:.95, box, obj, cls loss) and `maps` [nc: AP of each class] are those of the last
-    validation; `results_text` the results.txt of the epochs before.
+    validation; `results_text` the results.txt of the epochs before. `best_epoch` and `tested_epoch` are the best and
+    the last validated one (-1: none yet), `trained` counts the epochs since this start. `random_states` are the
+    generators of all processes after the last epoch: None in a fresh run, [] if a resumed run does not know them.
     """
 
     epochs: int
@@ -26,21 +28,26 @@ class Progress:
     best_fitness: float = 0.0
     results: tuple = (0.0,) * 7
     results_text: str = ""
+    best_epoch: int = -1
+    tested_epoch: int = -1
+    trained: int = 0
+    random_states: list | None = None
 
 
 class Training:
     """The state that a run changes from step to step.
 
     `hyp` gives the start of the warm-up (warmup_bias_lr, warmup_momentum) and the momentum after it; `total_batch` is
-    the number of images of one batch over all processes. On a GPU the forward pass runs in half precision where that is
-    safe, with a scaled loss.
+    the number of images of one batch over all processes. The forward pass runs in `precision` where that is safe (see
+    `precision_of`); with fp16, the default on a GPU, the loss is scaled.
     """
 
-    def __init__(self, model, hyp, total_batch, optimizer, scheduler, ema):
+    def __init__(self, model, hyp, total_batch, optimizer, scheduler, ema, precision=None):
         self.model, self.optimizer, self.scheduler, self.ema = model, optimizer, scheduler, ema
         self.hyp, self.total_batch = hyp, total_batch
         self.device_type = next(model.parameters()).device.type
-        self.scaler = torch.amp.GradScaler(self.device_type, enabled=self.device_type == "cuda")
+        self.low_precision = precision_of(precision, self.device_type)
+        self.scaler = torch.amp.GradScaler(self.device_type, enabled=self.low_precision is torch.float16)
         self.accumulate = optim.accumulation_steps(total_batch)  # batches for one optimiser step
 
     def restore(self, stored, epochs, nc, resume=False):
@@ -48,6 +55,7 @@ class Training:
 
         stock behaviour: a checkpoint that is not stripped continues its epochs also when given as --weights; when it
         has had more than were asked for, its epoch number is added to them.
+        With `resume` there may be none left: then the run only has to be finished.
         Raises ValueError when no epoch is left, when the state belongs to another optimiser, or, with `resume`, to
         another model.
         """
@@ -71,7 +79,7 @@ class Training:
         progress.results_text = stored.training_results or ""
         if progress.epochs < progress.start_epoch:
             progress.epochs += stored.epoch
-        if progress.epochs <= progress.start_epoch:
+        if progress.epochs <= progress.start_epoch and not resume:
             raise ValueError(
                 f"{stored.path} has had {progress.start_epoch} epochs, so --epochs {epochs} leaves nothing to train: "
                 "give more epochs, or start anew from the best.pt of a finished run, which holds no training state"
@@ -90,6 +98,14 @@ class Training:
                 "or start anew from the best.pt of a finished run, which holds no training state"
             ) from error
 
+    def resume_schedule(self, epoch):
+        """Rates as the present schedule has them after `epoch`, and the present weight decay, not the restored ones."""
+        fresh = zip(self.optimizer.param_groups, self.scheduler.base_lrs, self.scheduler.lr_lambdas, strict=True)
+        for group, initial_lr, factor in fresh:
+            group["initial_lr"], group["lr"] = initial_lr, initial_lr * factor(epoch)
+            if group["weight_decay"]:
+                group["weight_decay"] = optim.scaled_weight_decay(self.hyp["weight_decay"], self.total_batch)
+
     def start(self, model, compute_loss, loss_factor, first_epoch, num_warmup):
         """Set what is known only after the data: how the model is called, its loss, and where the schedules begin.
 
@@ -103,6 +119,21 @@ class Training:
         """Training mode; stock behaviour: gradients left over from an unfinished accumulation are dropped."""
         self.model.train()
         self.optimizer.zero_grad()
+
+    def step(self, iteration, epoch, batch):
+        """Train on one batch, with an optimiser step each `accumulate` iterations; returns the loss items [4]."""
+        self.warm_up(iteration, epoch)
+        items = self.forward_backward(batch)
+        if iteration % self.accumulate == 0:
+            self.update()
+        return items
+
+    def late_items(self):
+        """Loss items of this epoch that `step` has not returned: none [0 x 4]."""
+        return torch.zeros(0, 4)
+
+    def finish(self):
+        """The run is over; there is nothing to tell."""
 
     def warm_up(self, iteration, epoch):
         """Within the warm-up, set the learning rates, momentum and accumulation of this iteration (over all epochs)."""
@@ -118,10 +149,14 @@ class Training:
 
     def forward_backward(self, batch):
         """Add the gradients of one batch; returns the loss items [4: box, objectness, class, total]."""
-        with torch.autocast(self.device_type, enabled=self.device_type == "cuda"):
+        with self.autocast():
             loss, items = self.compute_loss(self.model(batch.images), batch.targets, batch.images)
         self.scaler.scale(loss * self.loss_factor).backward()
         return items
+
+    def autocast(self):
+        """The context in which forward pass and loss run."""
+        return torch.autocast(self.device_type, self.low_precision, enabled=self.low_precision is not None)
 
     def update(self):
         """One optimiser step on the gradients collected so far, then the moving average."""
@@ -139,6 +174,16 @@ class Training:
     def checkpoint(self, epoch, best_fitness, results_text):
         """The content of a checkpoint after `epoch`."""
         return training_checkpoint(epoch, best_fitness, results_text, self.model, self.ema, self.optimizer, self.scaler)
+
+
+def precision_of(name, device_type):
+    """The 16-bit type that --amp names (fp16, bf16, off), or None; by default float16 on a GPU and none on a CPU."""
+    if name is None:
+        name = "fp16" if device_type == "cuda" else "off"
+    if name == "fp16" and device_type == "cpu":
+        logger.warning("--amp fp16 is for GPUs; this run on a CPU trains in float32 (--amp bf16 works here, too)")
+        name = "off"
+    return {"fp16": torch.float16, "bf16": torch.bfloat16, "off": None}[name]
 
 
 def _layout(groups):

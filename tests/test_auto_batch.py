@@ -1,0 +1,75 @@
+"""--batch-size -1: the search, and what is measured on a GPU."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.small_run import HYP
+from tests.tiny_model import tiny_model
+from utils import auto_batch
+from utils.dist import Ranks
+from utils.options import check_train_options, train_parser
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 7, 8, 11, 16, 100, 383, 384, 1000, 4095])
+def test_the_largest_that_fits_up_to_a_grain(limit):
+    tried = []
+
+    def fits(size):
+        tried.append(size)
+        return size <= limit
+
+    found = auto_batch.largest(fits)
+    assert found <= limit and found in tried, "only what was tried is taken"
+    assert limit - found <= max(auto_batch.GRAIN, limit // 8) if limit > auto_batch.GRAIN else found == limit
+    assert len(tried) < 20 and max(tried) <= auto_batch.MOST
+    assert found < 2 * auto_batch.GRAIN or found % auto_batch.GRAIN == 0
+
+
+def test_nothing_or_everything_fits():
+    assert auto_batch.largest(lambda size: False) == 0
+    assert auto_batch.largest(lambda size: True) == auto_batch.MOST
+    assert auto_batch.largest(lambda size: True, most=100) >= 88
+
+
+def options(line=""):
+    opt = train_parser().parse_args(["--cfg", "c.yaml", "--batch-size", "-1", *line.split()])
+    check_train_options(opt)
+    opt.total_batch_size = opt.batch_size
+    return opt
+
+
+def test_on_the_cpu_it_says_that_it_needs_a_gpu():
+    with pytest.raises(ValueError, match="--batch-size -1 measures what fits on a GPU, and this run uses the CPU"):
+        auto_batch.settle(options(), HYP, 2, torch.device("cpu"), Ranks(), tiny_model)
+
+
+def test_a_number_is_left_alone():
+    opt = SimpleNamespace(batch_size=16)
+    auto_batch.settle(opt, HYP, 2, torch.device("cpu"), Ranks(), None)
+    assert opt.batch_size == 16
+
+
+def test_the_largest_images_are_tried():
+    assert auto_batch.largest_side(options("--img 320")) == 320
+    assert auto_batch.largest_side(options("--img 100")) == 128
+    assert auto_batch.largest_side(options("--img 320 --multi-scale")) == 512  # 480, in steps of 64
+    assert auto_batch.largest_side(options("--resize-schedule 0:640,3:320")) == 640
+
+
+def test_a_trial_batch_looks_like_a_loaders():
+    trial = SimpleNamespace(image_size=64, num_classes=3)
+    images, targets, paths, _ = auto_batch.Trial._batch(trial, 4)
+    assert images.shape == (4, 3, 64, 64) and images.dtype == torch.uint8 and len(paths) == 4
+    assert targets[:, 0].unique().tolist() == [0, 1, 2, 3] and set(targets[:, 1].tolist()) <= {0.0, 1.0, 2.0}
+    assert targets.min() >= 0 and targets[:, 2:].max() <= 1
+
+
+@pytest.mark.gpu
+def test_measured_on_the_gpu():
+    device, opt = torch.device("cuda"), options("--img 1280")
+    auto_batch.settle(opt, HYP, 2, device, Ranks(), lambda: tiny_model().to(device))
+    assert opt.batch_size == opt.total_batch_size >= 16
+    total = torch.cuda.get_device_properties(device).total_memory
+    assert torch.cuda.memory_reserved(device) < 0.2 * total, "what the trials took is given back"

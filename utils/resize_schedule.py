@@ -1,0 +1,60 @@
+"""Progressive resizing: the training size by epoch (--resize-schedule "0:320,20:480,40:640").
+
+Everything that depends on the size follows at the first epoch of a stage: a new loader, whose mosaics and cached images
+have the new size, and the gains of the losses. Anchors are pixels and stay, so that an object of a given number of
+pixels is always the business of the same output; they are checked against the last size. Validation has the last size
+from the beginning, so that all epochs compare.
+"""
+
+from typing import NamedTuple
+
+EXAMPLE = '"0:320,20:480,40:640" (first epoch : pixels)'
+
+
+class Stage(NamedTuple):
+    """From epoch `start` on images of `size` pixels are trained."""
+
+    start: int
+    size: int
+
+
+class Sizes:
+    """The training size in pixels of every epoch."""
+
+    def __init__(self, stages):
+        self.stages = tuple(stages)
+
+    def at(self, epoch):
+        return next(stage.size for stage in reversed(self.stages) if stage.start <= epoch)
+
+    @property
+    def final(self):
+        return self.stages[-1].size
+
+    def rounded(self, round_up):
+        """The same stages, their sizes through `round_up(size)`."""
+        return Sizes(Stage(stage.start, round_up(stage.size)) for stage in self.stages)
+
+
+def constant(size):
+    """The Sizes of a run without a schedule."""
+    return Sizes([Stage(0, size)])
+
+
+def parse(text):
+    """The Sizes that --resize-schedule describes. Raises ValueError for anything else than stages in rising order."""
+    try:
+        stages = [Stage(*map(int, part.split(":"))) for part in text.split(",")]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--resize-schedule {text!r} is not understood; write it like {EXAMPLE}") from error
+    starts = [stage.start for stage in stages]
+    if starts[0] != 0 or starts != sorted(set(starts)):
+        raise ValueError(f"--resize-schedule {text!r}: its epochs have to begin with 0 and to rise, as in {EXAMPLE}")
+    if min(stage.size for stage in stages) < 1:
+        raise ValueError(f"--resize-schedule {text!r}: a size has to be at least 1 pixel")
+    return Sizes(stages)
+
+
+def of_run(opt):
+    """The Sizes of a run with these options."""
+    return parse(opt.resize_schedule) if opt.resize_schedule else constant(opt.img_size[0])
