@@ -70,6 +70,7 @@ def train(hyp, opt, data, device, ranks):
     training, progress = open_training(model, stored, hyp, opt, data.nc, ranks)
     steps = paths.steps(training)
     report, checkpoints = open_records(opt, given_hyp, data, ranks, progress, heads_of(model))
+    report.also(steps.scalars)
 
     stride = max(int(model.stride.max()), 32)
     loaders = open_loaders(opt, hyp, data, stride, ranks, progress.start_epoch, device)

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class FastSteps:
-    """Makes the steps of a Training: `begin_epoch`, `step`, `late_items`, `end_epoch` and `finish` as that has them.
+    """Makes the steps of a Training, by `begin_epoch`, `step`, `late_items`, `end_epoch`, `scalars`, `finish`.
 
     `interval` is the number of steps between two read-backs of the losses. The Training stays the owner of all state.
     Another optimiser than SGD makes its own steps, and those wait for the device when the loss is scaled. `make_twin`
@@ -64,6 +64,10 @@ class FastSteps:
 
     def end_epoch(self):
         return self.training.end_epoch()
+
+    def scalars(self):
+        """How often losses were read back so far and what was waited for them, {tag: value} for the event file."""
+        return self.losses.statistics.scalars()
 
     def finish(self):
         logger.info("%s", self.losses.statistics)
