@@ -73,6 +73,7 @@ def train(hyp, opt, data, device, ranks):
     stride = max(int(model.stride.max()), 32)
     loaders = open_loaders(opt, hyp, data, stride, ranks, progress.start_epoch, device)
     report, checkpoints = open_records(opt, given_hyp, data, ranks, progress, heads_of(model))
+    report.also(steps.scalars)
     if not opt.resume:
         report.labels(loaders.dataset.labels)
         if ranks.is_main:  # the other processes receive the anchors with the weights

@@ -39,8 +39,12 @@ def test_letterbox_golden():
 def test_colour_gains_cut_off_what_exceeds_whole_numbers(gain):
     plane = np.arange(256, dtype=np.uint8).reshape(16, 16)
     expected = [min(int(level * gain), 255) for level in range(256)]
-    augment.scale_truncated(plane, gain)
-    assert plane.ravel().tolist() == expected
+    colours = augment.Colours(1, gain, gain)
+    assert colours.tables()[1].tolist() == colours.tables()[2].tolist() == expected
+    if augment._scaled_truncated(plane, gain, colours.tables()[1]):
+        assert plane.ravel().tolist() == expected
+    else:
+        assert plane.ravel().tolist() == list(range(256))
 
 
 def test_warp_is_what_opencv_makes_of_three_channels():

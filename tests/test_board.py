@@ -32,6 +32,7 @@ def run(folder, watched_ranks=1, epochs=2, **options):
         for items in report.epoch(epoch, [(0.1, 0.2, 0.3, 0.6)] * 2, 2):
             time.sleep(0.02)
             report.batch(torch.tensor(items), torch.zeros(4, 3, 32, 32), torch.zeros(0, 6), ["x.jpg"] * 4)
+        report.losses(torch.zeros(0, 4))
         report.epoch_done((0.5, 0.25, 0.125, 0.1, 1, 2, 3), (0.01, 0.01, 0.1))
     report.finish()
     return report
@@ -85,12 +86,35 @@ def test_gpu_use_is_written_where_it_is_measured(tmp_path):
 
     board = Board(Writer(), tmp_path)
     board.begin_epoch()
-    board.batch(3, is_last=True)
+    board.batch(3)
     board.watched.usage = lambda end: Usage(1.0, main_cpu=0.2, gpu=0.9)
     board.end_epoch(0)
     board.watched.stop()
     assert board.writer["speed/gpu_utilisation"] == 0.9 and board.writer["speed/main_cpu"] == 0.2
     assert "speed/worker_cpu" not in board.writer
+
+
+def test_compilation_is_not_part_of_the_speed(tmp_path):
+    report = RunReport(tmp_path, 1, ["a"], pictures=False, watched_ranks=1)
+    for _ in report.epoch(0, [None], 1):
+        time.sleep(0.5)
+        report.exclude(0.4)
+        report.batch(torch.zeros(4), torch.zeros(2, 3, 8, 8), torch.zeros(0, 6), ["a", "b"])
+    report.losses(torch.zeros(0, 4))
+    report.epoch_done((0,) * 7, (0.01,) * 3)
+    report.finish()
+    assert 0.09 < events_of(tmp_path).Scalars("speed/training_seconds")[0].value < 0.4
+
+
+def test_late_losses_belong_to_the_training_part(tmp_path):
+    report = RunReport(tmp_path, 1, ["a"], pictures=False, watched_ranks=1)
+    for _ in report.epoch(0, [None], 1):
+        report.batch(torch.zeros(0, 4), torch.zeros(2, 3, 8, 8), torch.zeros(0, 6), ["a", "b"])
+    time.sleep(0.2)  # the device is still at it
+    report.losses(torch.zeros(1, 4))
+    report.epoch_done((0,) * 7, (0.01,) * 3)
+    report.finish()
+    assert events_of(tmp_path).Scalars("speed/training_seconds")[0].value > 0.19
 
 
 def test_an_epoch_without_batches(tmp_path):

@@ -2,11 +2,12 @@
 
 import gc
 import hashlib
+import io
 import logging
 import os
 import signal
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from types import SimpleNamespace
 
 import psutil
@@ -29,10 +30,11 @@ def open_loader(setup: Setup, workers=0, batch=None, **flags):
 
     data = load_data_yaml(setup.data, False)
     options = {"seed": 7} | flags
-    return create_dataloader(
-        data.train, setup.img, batch or setup.batch, 32, SimpleNamespace(single_cls=False), hyp=load_hyp(setup.hyp),
-        augment=True, workers=workers, **options,
-    )  # fmt: skip
+    with redirect_stderr(io.StringIO()):  # without the progress bar of the scan
+        return create_dataloader(
+            data.train, setup.img, batch or setup.batch, 32, SimpleNamespace(single_cls=False),
+            hyp=load_hyp(setup.hyp), augment=True, workers=workers, **options,
+        )  # fmt: skip
 
 
 def digests(loader, epochs=2):

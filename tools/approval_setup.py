@@ -1,10 +1,11 @@
 """What every check of a stage needs: the data and options of its runs, and how a check reports what it found."""
 
+import io
 import re
 import shlex
 import time
 import traceback
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -62,7 +63,8 @@ class Setup:
         self.out.mkdir(parents=True, exist_ok=True)
         if not self.data:
             folder = (self.out.parent / "shapes").resolve()
-            make_shapes(folder, train=64, val=16, size=self.img, seed=0)
+            with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
+                make_shapes(folder, train=64, val=16, size=self.img, seed=0)
             self.data = str(self.out / "shapes.yaml")
             content = {"path": str(folder), "train": "images/train", "val": "images/val", "nc": len(NAMES)}
             Path(self.data).write_text(yaml.safe_dump(content | {"names": list(NAMES)}, sort_keys=False))

@@ -13,7 +13,6 @@ report.md (what ran, passed or failed, timings, CPU and GPU use), report.json, r
 import argparse
 import json
 import logging
-import os
 import sys
 import time
 from pathlib import Path
@@ -165,7 +164,6 @@ def perform(options):
 def main():
     logging.basicConfig(stream=sys.stdout, level=logging.ERROR, format="    %(message)s")
     observe.exit_on_sigterm()
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         sys.exit(perform(parse()))
     except ValueError as error:

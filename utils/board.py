@@ -44,18 +44,27 @@ class Board:
         self.started = self.trained = time.monotonic()
         self.num_images = 0
 
-    def batch(self, num_images, is_last):
+    def exclude(self, seconds):
+        """Leave what happened in the last `seconds` out of the epoch, its use of the machine included."""
+        self.started += seconds
+        self.watched.sample()
+        self.watched.forget()
+
+    def batch(self, num_images):
         """A batch has been trained."""
         self.num_images += num_images
-        if is_last:
-            self.watched.sample()
+        self.trained = time.monotonic()
+
+    def end_training(self):
+        """The training part of the epoch ends here, with the last batch or later."""
+        self.watched.sample()
         self.trained = time.monotonic()
 
     def end_epoch(self, epoch):
-        """Write the scalars of the epoch; its training part ended with its last batch."""
+        """Write the scalars of the epoch."""
         seconds = self.trained - self.started
         scalars = {"speed/training_seconds": seconds, "speed/other_seconds": time.monotonic() - self.trained}
-        if self.num_images:
+        if self.num_images and seconds > 0:
             scalars["speed/images_per_second"] = self.num_images * self.world_size / seconds
         usage = self.watched.usage(end=self.trained)
         scalars |= {tag: getattr(usage, name) for name, tag in SPEED_TAGS.items()}
@@ -106,7 +115,13 @@ class NullBoard:
     def begin_epoch(self):
         pass
 
-    def batch(self, num_images, is_last):
+    def exclude(self, seconds):
+        pass
+
+    def batch(self, num_images):
+        pass
+
+    def end_training(self):
         pass
 
     def end_epoch(self, epoch):

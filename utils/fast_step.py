@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class FastSteps:
-    """Makes the steps of a Training: `begin_epoch`, `step`, `late_items`, `end_epoch` and `finish` as that has them.
+    """Makes the steps of a Training, by `begin_epoch`, `step`, `late_items`, `end_epoch`, `scalars`, `finish`.
 
     `interval` is the number of steps between two read-backs of the losses. `twin`, if given, makes of the model what is
     called in its place: other kernels over the same tensors. The Training stays the owner of all state. Another
@@ -66,6 +66,10 @@ class FastSteps:
 
     def end_epoch(self):
         return self.training.end_epoch()
+
+    def scalars(self):
+        """How often losses were read back so far and what was waited for them, {tag: value} for the event file."""
+        return self.losses.statistics.scalars()
 
     def finish(self):
         logger.info("%s", self.losses.statistics)

@@ -26,6 +26,7 @@ LOG = "output.log"  # in the run folder: what the process printed
 MAP50, LOSS = "metrics/mAP_0.5", "train/total_loss"  # columns of results.csv
 TIMED_OUT = "timed out"
 POLL = 0.2  # seconds between two looks at a process
+CHILD = {"OMP_WAIT_POLICY": "PASSIVE"}  # threads that wait sleep: the workers of the loader need the cores
 GRACE = 15  # seconds that a process is given to end when it is asked to
 
 
@@ -94,8 +95,9 @@ def run_training(arguments, folder, on_epoch=None, timeout=None, environment=Non
     started = time.monotonic()
     with (folder / LOG).open("ab") as log:
         process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | (environment or {}), start_new_session=True
-        )
+            command, stdout=log, stderr=subprocess.STDOUT, env=CHILD | os.environ | (environment or {}),
+            start_new_session=True,
+        )  # fmt: skip
         try:
             with Utilisation(process.pid, interval=2.0, memory=True) as watched:
                 reason = wait_for_end(process, folder, on_epoch, timeout and started + timeout)

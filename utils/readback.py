@@ -27,6 +27,13 @@ class Statistics:
     waited: float = 0.0
     longest: float = 0.0
 
+    def scalars(self):
+        return {
+            "readback/blocks": self.blocks,
+            "readback/waited_ms": 1e3 * self.waited,
+            "readback/longest_wait_ms": 1e3 * self.longest,
+        }
+
     def __str__(self):
         return (
             f"{self.steps} losses read back in {self.blocks} blocks, waited for them {self.waited:.3f} s in all and "

@@ -127,6 +127,7 @@ class RunReport:
         """Leave the last `seconds` out of the epoch's time and speed."""
         self.started += seconds
         self.bar.start_t += seconds
+        self.board.exclude(seconds)
 
     def batch(self, loss_items, images, targets, paths):
         """Account for one training batch.
@@ -142,10 +143,12 @@ class RunReport:
             copies = [_first(images, PREVIEW_IMAGES), _first(targets), list(paths)]
             in_background(self._draw_batch, *copies, number)
         self.batches_done += 1
-        self.board.batch(len(images), is_last=self.batches_done == self.num_batches)
+        self.board.batch(len(images))
 
     def losses(self, loss_items):
         """Take into the means of this epoch what is new: [4: box, obj, cls, total] of a batch, or a row for several."""
+        if self.batches_done == self.num_batches:  # late losses: the device has now done the whole epoch
+            self.board.end_training()
         if not len(loss_items):
             return
         for items in loss_items.detach().view(-1, 4):

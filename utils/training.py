@@ -132,6 +132,10 @@ class Training:
         """Loss items of this epoch that `step` has not returned: none [0 x 4]."""
         return torch.zeros(0, 4)
 
+    def scalars(self):
+        """Numbers {tag: value} about the steps so far, for the event file: none."""
+        return {}
+
     def finish(self):
         """The run is over; there is nothing to tell."""
 
