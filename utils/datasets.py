@@ -264,15 +264,20 @@ class LoadImagesAndLabels(Dataset):
             if is_pasting:
                 labels = pastein(img, labels, self.samples_to_paste())
 
-        labels[:, 1:5] = xyxy2xywh(labels[:, 1:5])
-        labels[:, [2, 4]] /= img.shape[0]
-        labels[:, [1, 3]] /= img.shape[1]
+        labels[:, 1:5] = xyxy2xywh(labels[:, 1:5]) / np.array(img.shape[1::-1] * 2, np.float32)
         if self.augment:
             img, labels = self._flipped(img, labels)
 
+<<<<<<< HEAD
         targets = torch.zeros((len(labels), 6))
         targets[:, 1:] = torch.from_numpy(labels)
         return torch.from_numpy(self.finish.pixels(img, self.new_image)), targets, self.img_files[index], shapes
+=======
+        targets = torch.from_numpy(np.concatenate((np.zeros_like(labels[:, :1]), labels), axis=1))
+        image = self.new_image((3, *img.shape[:2]), np.uint8)
+        cv2.split(img, image[::-1])  # BGR into RGB planes
+        return torch.from_numpy(image), targets, self.img_files[index], shapes
+>>>>>>> samples
 
     def _mosaic_sample(self, index):
         """A mosaic, perhaps mixed with a second one."""
