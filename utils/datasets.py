@@ -268,16 +268,8 @@ class LoadImagesAndLabels(Dataset):
         if self.augment:
             img, labels = self._flipped(img, labels)
 
-<<<<<<< HEAD
-        targets = torch.zeros((len(labels), 6))
-        targets[:, 1:] = torch.from_numpy(labels)
-        return torch.from_numpy(self.finish.pixels(img, self.new_image)), targets, self.img_files[index], shapes
-=======
         targets = torch.from_numpy(np.concatenate((np.zeros_like(labels[:, :1]), labels), axis=1))
-        image = self.new_image((3, *img.shape[:2]), np.uint8)
-        cv2.split(img, image[::-1])  # BGR into RGB planes
-        return torch.from_numpy(image), targets, self.img_files[index], shapes
->>>>>>> samples
+        return torch.from_numpy(self.finish.pixels(img, self.new_image)), targets, self.img_files[index], shapes
 
     def _mosaic_sample(self, index):
         """A mosaic, perhaps mixed with a second one."""
