@@ -18,7 +18,7 @@ from models.yolo import Model
 from test import evaluate, log_scores, score_checkpoint
 from utils import cli, dist, fastpaths, optim
 from utils.autoanchor import check_anchors
-from utils.checkpoint import Checkpoints, NoCheckpoints, read_checkpoint, transfer
+from utils.checkpoint import Checkpoints, NoCheckpoints, check_finite, read_checkpoint, transfer
 from utils.data_yaml import load_data_yaml
 from utils.datasets import LoadImagesAndLabels, create_dataloader
 from utils.ema import ModelEMA
@@ -99,7 +99,7 @@ def train(hyp, opt, data, device, ranks):
     training.start(called, loss_of_epoch(progress.start_epoch), loss_factor, progress.start_epoch, num_warmup)
     validate = partial(validate_ema, training.ema, loaders.val, data, validation_loss, opt, device)
 
-    started = time.time()
+    started = time.monotonic()
     trainable = Trainable(int(model.stride.max()))
     for epoch in range(progress.start_epoch, progress.epochs):
         training.compute_loss = loss_of_epoch(epoch)
@@ -111,7 +111,7 @@ def train(hyp, opt, data, device, ranks):
         if ranks.is_main:
             finish_epoch(epoch, rates, opt, training, progress, validate, report, checkpoints)
     report.finish()
-    hours = (time.time() - started) / 3600
+    hours = (time.monotonic() - started) / 3600
     logger.info("%d epochs completed in %.3f hours", progress.epochs - progress.start_epoch, hours)
     for path in checkpoints.written() if data.is_coco and data.nc == 80 else ():
         score_checkpoint(path, data, opt, loaders.val.dataset.img_size, iou_thres=0.7)
@@ -167,6 +167,7 @@ def build_model(opt, hyp, data, device):
         return Model(opt.cfg, ch=3, nc=data.nc, anchors=hyp.get("anchors")).to(device), None
     stored = read_checkpoint(opt.weights)
     source = stored.model or stored.ema
+    check_finite(source, opt.weights)
     if not opt.cfg and source.yaml is None:
         raise ValueError(f"{opt.weights} does not say which model it belongs to; give --cfg")
     model = Model(opt.cfg or source.yaml, ch=3, nc=data.nc, anchors=hyp.get("anchors")).to(device)

@@ -134,8 +134,10 @@ def atomic_write(path, mode="wb", encoding=None, newline=None, fsync=False):
             if fsync:
                 os.fsync(file.fileno())
         os.replace(temporary, target)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno:  # named after the file that the caller knows
+            raise OSError(error.errno, os.strerror(error.errno), str(target)) from error
         raise
 
 

@@ -61,7 +61,7 @@ class RunReport:
         self.table = _CsvTable(self.save_dir / "results.csv")
         self.class_table = _CsvTable(self.save_dir / "results_per_class.csv") if per_class else None
         self.writer = _open_tensorboard(self.save_dir) if tensorboard else None
-        self.is_open = False
+        self.is_open, self.is_finite = False, True
 
     # ---- before the first epoch
 
@@ -122,6 +122,12 @@ class RunReport:
             file.write(self._progress_text() + "".join(f"{value:10.4g}" for value in results) + "\n")
 
         *losses, total = self.mean_losses.tolist()
+        if not math.isfinite(total) and self.is_finite:
+            logger.warning(
+                "epoch %d: the loss is %g, so the weights are lost; start again from an earlier checkpoint with a "
+                "smaller lr0", self.epoch_number, total,
+            )  # fmt: skip
+            self.is_finite = False
         scalars = dict(zip(TRAIN_TAGS, losses, strict=True)) | dict(zip(TEST_TAGS, results, strict=True))
         scalars |= {f"x/lr{group}": rate for group, rate in enumerate(learning_rates)}
         for tag, value in scalars.items() if self.writer else ():
@@ -230,5 +236,8 @@ def _open_tensorboard(folder):
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         logger.warning("tensorboard is not installed: no event file is written (pip install tensorboard)")
-        return None
-    return SummaryWriter(str(folder))
+    except Exception as error:  # an installation that does not fit its other packages fails in any way
+        logger.warning("tensorboard cannot be imported (%s): no event file is written", error)
+    else:
+        return SummaryWriter(str(folder))
+    return None
