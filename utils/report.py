@@ -234,10 +234,10 @@ def _first(tensor, count=None):
 def _open_tensorboard(folder):
     try:
         from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(str(folder))
     except ImportError:
         logger.warning("tensorboard is not installed: no event file is written (pip install tensorboard)")
     except Exception as error:  # an installation that does not fit its other packages fails in any way
-        logger.warning("tensorboard cannot be imported (%s): no event file is written", error)
-    else:
-        return SummaryWriter(str(folder))
+        logger.warning("tensorboard cannot be used (%s): no event file is written", error)
     return None
