@@ -1,6 +1,7 @@
 """Machines that break: full disks and memories, places without rights, clocks, packages, two runs at once."""
 
 import ctypes
+import gc
 import logging
 import os
 import resource
@@ -130,6 +131,7 @@ def test_too_small_shared_memory_is_said_by_the_reference_loader_too(tmp_path, m
     opt = type("Options", (), {"single_cls": False})
     loader, _ = datasets.create_dataloader(str(tmp_path / "images/train"), 64, 3, 32, opt, workers=2)
     del loader
+    gc.collect()  # ends its workers
     assert "GB of /dev/shm, and 0.0 GB are free" in caplog.text and "--shm-size" in caplog.text
 
 
@@ -162,6 +164,7 @@ def test_the_reference_loader_gives_up(tmp_path, monkeypatch):
         loader, _ = datasets.create_dataloader(str(tmp_path / "images/train"), 64, 3, 32, opt, workers=workers)
         assert loader.timeout == limit
         del loader
+        gc.collect()  # ends its workers
 
 
 @pytest.mark.parametrize("where", ["train.build_model", "utils.datasets.load_image"])

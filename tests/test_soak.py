@@ -28,7 +28,7 @@ def test_what_wavers_is_flat():
     assert grown(start) == [], "the warm-up is not judged"
 
 
-@pytest.mark.parametrize(("number", "by"), [(0, 0.2), (1, 0.4), (2, 1.0), (3, 0.1), (4, 0.2), (5, 0.5)])
+@pytest.mark.parametrize(("number", "by"), [(0, 0.2), (1, 0.4), (2, 1.0), (3, 0.1), (4, 0.2), (5, 2.0)])
 def test_what_grows_is_noticed(number, by):
     assert grown(samples(number, by)) == [soak.QUANTITIES[number]]
     assert soak.growth(samples())[soak.QUANTITIES[3]] == (60.0, 60.0, True)
