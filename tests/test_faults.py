@@ -6,6 +6,7 @@ import logging
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from tests import small_run
 from tests.tiny_model import tiny_model
 from utils import checkpoint, datasets, files, plots
 from utils.checkpoint import StoredModel, check_finite, read_checkpoint
+from utils.loader_workers import LoaderError
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU_ONLY = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -191,6 +193,26 @@ def test_a_lost_gpu_is_a_sentence_and_a_bug_is_a_traceback(fault, status, tmp_pa
     else:
         assert small_run.program("train", small_run.arguments(tmp_path)) == status
         assert f"error: CUDA error: {fault}; the GPU failed, train.py --resume" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGBUS])
+def test_a_killed_worker_of_torch_is_reported_with_its_picture(number, tmp_path, monkeypatch):
+    """What the system does to a worker when memory (SIGKILL) or /dev/shm (SIGBUS) is full."""
+    small_run.make_data(tmp_path)
+    sample = datasets.LoadImagesAndLabels.__getitem__
+
+    def sample_or_die(dataset, index):
+        return os.kill(os.getpid(), number) if index == 4 else sample(dataset, index)
+
+    monkeypatch.setattr(datasets.LoadImagesAndLabels, "__getitem__", sample_or_die)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    opt = type("Options", (), {"single_cls": False})
+    loader, _ = datasets.create_dataloader(str(tmp_path / "images/train"), 64, 3, 32, opt, workers=2, prefetch_factor=1)
+    with pytest.raises(LoaderError, match=r"DataLoader worker \(pid.* Its workers were at .*04.png") as caught:
+        list(loader)
+    assert "\n" not in str(caught.value)
+    del loader, caught
+    gc.collect()
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
