@@ -16,7 +16,7 @@ from models.yolo import Model
 from test import evaluate, log_scores, score_checkpoint
 from utils import auto_batch, cli, dist, fastpaths, full_state, head_config, optim, random_state, stopping, subset
 from utils.autoanchor import check_anchors
-from utils.checkpoint import NoCheckpoints, read_checkpoint, take_body, transfer
+from utils.checkpoint import NoCheckpoints, check_finite, read_checkpoint, take_body, transfer
 from utils.compile_report import explain
 from utils.data_yaml import load_data_yaml
 from utils.ema import ModelEMA
@@ -94,7 +94,7 @@ def train(hyp, opt, data, device, ranks):
     quick = fastpaths.validation(opt)
     validate = partial(validate_ema, training.ema, loaders.val, data, validation_loss, opt, device, quick)
 
-    started = time.time()
+    started = time.monotonic()
     trainable = Trainable(int(model.stride.max()))
     random_state.resume(progress, ranks)
     for epoch in stopping.epochs_to_train(progress, opt.patience, ranks, device):
@@ -111,7 +111,7 @@ def train(hyp, opt, data, device, ranks):
         if ranks.is_main:
             finish_epoch(epoch, rates, opt, training, progress, validate, report, checkpoints)
     steps.finish()
-    hours = (time.time() - started) / 3600
+    hours = (time.monotonic() - started) / 3600
     logger.info("%d epochs completed in %.3f hours", progress.trained, hours)
     finish_run(opt, data, loaders, report, checkpoints)
     return progress.results
@@ -182,6 +182,7 @@ def build_model(opt, hyp, data, device):
         return build(opt.cfg, head_config=heads).to(device), None
     stored = read_checkpoint(opt.weights)
     source = stored.model or stored.ema
+    check_finite(source, opt.weights)
     if not opt.cfg and source.yaml is None:
         raise ValueError(f"{opt.weights} does not say which model it belongs to; give --cfg")
     if heads is None and not opt.cfg:

@@ -29,6 +29,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -155,7 +156,7 @@ def measure(options):
     def open_sources(*args):
         loaders = open_loaders(*args)
         sources.append(Source(loaders.train, device, timeline))
-        return loaders._replace(train=sources[0])
+        return replace(loaders, train=sources[0])
 
     def run(opt):
         nonlocal device, timeline

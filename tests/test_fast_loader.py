@@ -426,6 +426,7 @@ def test_error_in_a_torch_worker(workers, folder, monkeypatch):
 
 
 def resources():
+    gc.collect()  # the loaders of earlier tests
     shared = len(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else 0
     return len(os.listdir("/proc/self/fd")), threading.active_count(), shared, len(children())
 

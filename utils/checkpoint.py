@@ -284,6 +284,19 @@ def _in_groups(keys):
     return ", ".join(f"{name} ({number})" if number > 1 else name for name, number in count.items())
 
 
+def check_finite(stored, path):
+    """Raise ValueError when the weights of a StoredModel would make every prediction NaN.
+
+    Infinite running statistics pass: half precision makes them of large ones, and they do no such harm.
+    """
+    for name, value in stored.state.items():
+        if not value.isfinite().all() and (value.isnan().any() or "running_" not in name):
+            raise ValueError(
+                f"{path} holds NaN or infinite numbers in {name}: the training that wrote it went wrong; take an "
+                "earlier checkpoint, and a smaller lr0 from there on"
+            )
+
+
 def same_layout(model, state):
     """Whether `state` has exactly the model's entries, in name and shape."""
     return {key: value.shape for key, value in model.state_dict().items()} == {k: v.shape for k, v in state.items()}
@@ -292,7 +305,12 @@ def same_layout(model, state):
 def save(content, path):
     """torch.save to a temporary file that then takes the place of `path`: a crash leaves the old file whole."""
     with atomic_write(path) as file:
-        torch.save(content, file)
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # a full disk, of which torch says only "unexpected pos"
+                raise error.__context__ from None
+            raise
 
 
 def training_checkpoint(epoch, best_fitness, training_results, model, ema, optimizer, scaler):

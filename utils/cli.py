@@ -10,6 +10,14 @@ from utils.runs import NothingToDo
 
 # What these say is the same in all processes of a run.
 READ_BY_ALL = {f"utils.{name}" for name in ("data_yaml", "files", "hyp", "labels", "label_cache", "options", "runs")}
+# Errors of torch that are no bugs, by their first words: what can be done about them.
+MACHINE_FAULTS = {
+    "DataLoader timed out": "; is /dev/shm too small (start the container with a larger --shm-size), or a disk gone?",
+    "DataLoader worker": "; if memory ran out, fewer --workers or a smaller --batch-size need less",
+}
+GPU_FAULTS = ("unspecified launch failure", "uncorrectable ECC", "unknown error", "GPU is lost")
+GPU_ADVICE = "; the GPU failed, train.py --resume goes on after the last complete epoch"
+MACHINE_FAULTS |= {f"CUDA error: {fault}": GPU_ADVICE for fault in GPU_FAULTS}
 MAX_CHARACTERS = 3000  # of an error; paths can be long
 FULL = "; make room, then train.py --resume goes on after the last complete epoch"
 ADVICE = {errno.ENOSPC: FULL, errno.EDQUOT: FULL, errno.EFBIG: FULL, errno.EMFILE: "; raise the limit with ulimit -n"}
@@ -36,8 +44,7 @@ def run(main, opt):
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
         if is_out_of_memory(error) and os.environ.get("YOLOV7FAST_TRACEBACK") != "1":
             sys.exit(_refuse(ValueError(out_of_memory(error, opt))))
-        died = str(error).startswith("DataLoader worker")  # torch says so wherever the main process happens to be
-        if isinstance(error, RuntimeError) and not died:
+        if isinstance(error, RuntimeError) and not str(error).startswith(tuple(MACHINE_FAULTS)):
             raise
         if os.environ.get("YOLOV7FAST_TRACEBACK") == "1":
             raise
@@ -82,6 +89,9 @@ def _in_words(error):
     if isinstance(error, OSError) and error.strerror:
         place = f"{error.filename}: " if error.filename else ""
         return f"{place}{error.strerror}{ADVICE.get(error.errno, '')}"
+    for start, advice in MACHINE_FAULTS.items():
+        if str(error).startswith(start):
+            return f"{str(error).strip().splitlines()[0]}{advice}"
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
     # the loader sends the whole traceback of a worker as text; its last line is the sentence
     return lines[-1].removeprefix("ValueError: ") if "Original Traceback" in str(error) else " ".join(lines)

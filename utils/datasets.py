@@ -27,7 +27,7 @@ from utils.augment import (
 )
 from utils.boxes import xywhn2xyxy, xyxy2xywh
 from utils.dist import rank_zero_first
-from utils.fast_loader import Settings, build_loader
+from utils.fast_loader import Settings, build_loader, max_pixels, warn_about_shared_memory
 from utils.finishing import AtOnce
 from utils.image_cache import use_disk_cache
 from utils.inference_sources import LoadImages
@@ -60,6 +60,7 @@ AUGMENTATION_KEYS = (
     "hsv_h", "hsv_s", "hsv_v", "degrees", "translate", "scale", "shear", "perspective",
     "flipud", "fliplr", "mosaic", "mixup", "copy_paste", "paste_in",
 )  # fmt: skip
+STUCK = 600  # seconds without a batch after which workers are given up: one that finds /dev/shm full is silent for ever
 SAMPLES_TO_PASTE = 30  # objects collected before paste-in chooses among them
 
 
@@ -105,6 +106,7 @@ def create_dataloader(
             dataset, batch_size, workers, settings, rank=rank, world_size=world_size, image_weights=image_weights,
             collate_fn=collate_fn, collate_fn4=collate_fn4 if quad else None,
         ), dataset  # fmt: skip
+    warn_about_shared_memory(workers * 2 * batch_size * 3 * max_pixels(dataset))
     # Weighted indices change every epoch, so their workers must start anew; all others live for ever.
     loader_class = DataLoader if image_weights else InfiniteDataLoader
     loader = loader_class(
@@ -114,6 +116,7 @@ def create_dataloader(
         num_workers=workers,
         pin_memory=torch.cuda.is_available(),
         collate_fn=collate_fn4 if quad else collate_fn,
+        timeout=STUCK if workers else 0,
     )
     return loader, dataset
 

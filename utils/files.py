@@ -139,8 +139,10 @@ def replacement(target):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield temporary
         os.replace(temporary, target)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno:  # named after the file that the caller knows
+            raise OSError(error.errno, os.strerror(error.errno), str(target)) from error
         raise
     finally:
         if fcntl is not None:

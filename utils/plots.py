@@ -63,6 +63,8 @@ def in_background(function, *args, **kwargs):
     def guarded():
         try:
             function(*args, **kwargs)
+        except OSError as error:
+            logger.warning("a picture is missing: %s", error)
         except Exception:  # a picture that fails must not end a training run
             logger.exception("%s failed; the run goes on without this picture", getattr(function, "__name__", function))
 

@@ -83,7 +83,7 @@ class RunReport:
         is_watched = self.writer and watched_ranks
         self.board = Board(self.writer, self.save_dir, watched_ranks) if is_watched else NullBoard()
         self.last_scores = {}
-        self.is_open = False
+        self.is_open, self.is_finite = False, True
         self.head_scalars = dict.fromkeys((tag.format(head) for head in range(num_heads) for tag in HEAD_TAGS), 0.0)
 
     # ---- before the first epoch
@@ -174,6 +174,12 @@ class RunReport:
             file.write(self._progress_text() + "".join(f"{value:10.4g}" for value in results) + "\n")
 
         *losses, total = self.mean_losses.tolist()
+        if not math.isfinite(total) and self.is_finite:
+            logger.warning(
+                "epoch %d: the loss is %g, so the weights are lost; start again from an earlier checkpoint with a "
+                "smaller lr0", self.epoch_number, total,
+            )  # fmt: skip
+            self.is_finite = False
         scalars = dict(zip(TRAIN_TAGS, losses, strict=True)) | dict(zip(TEST_TAGS, results, strict=True))
         scalars |= {f"x/lr{group}": rate for group, rate in enumerate(learning_rates)} | self.head_scalars
         for tag, value in scalars.items() if self.writer else ():
@@ -302,7 +308,10 @@ def _first(tensor, count=None):
 def _open_tensorboard(folder):
     try:
         from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(str(folder))
     except ImportError:
         logger.warning("tensorboard is not installed: no event file is written (pip install tensorboard)")
-        return None
-    return SummaryWriter(str(folder))
+    except Exception as error:  # an installation that does not fit its other packages fails in any way
+        logger.warning("tensorboard cannot be used (%s): no event file is written", error)
+    return None
