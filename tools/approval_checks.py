@@ -15,8 +15,8 @@ from utils.options import train_parser
 
 REQUIRED = ("--fast-dataloader", "--persistent-workers", "--worker-tensor", "--micro-batch-size", "--prefetch-factor",
             "--fast-loss", "--ota-last", "--seed")  # fmt: skip
-FURTHER = ("--fast-step", "--sync-interval", "--cuda-graph", "--fast", "--amp", "--subset-size", "--overfit",
-           "--resize-schedule", "--max-iter", "--eval-interval", "--patience")  # fmt: skip
+FURTHER = ("--fast-step", "--sync-interval", "--cuda-graph", "--fast", "--fast-val", "--amp", "--subset-size",
+           "--overfit", "--resize-schedule", "--max-iter", "--eval-interval", "--patience")  # fmt: skip
 SHORTCUT = """import sys
 sys.argv = ['train.py', '--fast-dataloader', '--workers', '8']
 exec(open('train.py').read().split('opt = parser.parse_args()')[0] + 'opt = parser.parse_args(); \
@@ -125,7 +125,7 @@ def diagnosis(setup: Setup):
 
 
 def combinations(on_gpu, everything):
-    """[(flags, environment)] to train with: every combination of loader, loss and step; compile with none and all.
+    """[(flags, environment)] to train with: loader, loss and step combined; --fast; compile with none and all.
 
     With `everything`, compile joins every combination.
     """
@@ -136,7 +136,7 @@ def combinations(on_gpu, everything):
     if on_gpu and "--cuda-graph" in known:
         steps.append("--fast-step --cuda-graph")
     flags = [" ".join(filter(None, chosen)).split() for chosen in itertools.product(loaders, losses, steps)]
-    chosen = [(words, {}) for words in flags]
+    chosen = [(words, {}) for words in flags] + ([(["--fast"], {})] if "--fast" in known else [])
     if has_compile():
         chosen += [(words, {"USE_COMPILE": "1"}) for words in (flags if everything else (flags[0], flags[-1]))]
     return chosen
@@ -173,7 +173,7 @@ def fastest(setup):
     """The flags of everything that this machine can run."""
     if "--fast" in observe.known_flags():
         return "--fast"
-    return " ".join(combinations(gpu_is_used(setup), False)[-1][0])
+    return "--fast-dataloader --fast-loss"
 
 
 def performance(setup: Setup):
