@@ -1,6 +1,7 @@
 # make train   set up .venv, draw the embedded data set, train yolov7-tiny on it, print the result
 # make test    set up .venv, run the test suite
 # make lint    set up .venv, check style and format
+# make smoke   set up .venv, try training, resume, overfitting and precision in a few minutes, PASS or FAIL for each
 # Any variable below can be given on the command line: make train EPOCHS=60 PYTHON=python3.12
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -23,7 +24,7 @@ RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/installed
 RESULT := runs/shapes/tiny
 
-.PHONY: train test lint shapes
+.PHONY: train test lint smoke shapes
 .DELETE_ON_ERROR:
 
 train: shapes
@@ -43,6 +44,9 @@ test: $(INSTALLED)
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+
+smoke: $(INSTALLED)
+	$(RUN) tools/smoke.py
 
 shapes: $(INSTALLED)
 	$(RUN) tools/make_shapes.py --out shapes --train $(TRAIN_IMAGES) --val $(VAL_IMAGES) --size $(SIZE) --seed 0

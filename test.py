@@ -20,10 +20,10 @@ from utils.data_yaml import load_data_yaml
 from utils.datasets import create_dataloader
 from utils.detections import TextFiles
 from utils.dist import select_device
-from utils.files import atomic_write, check_file, increment_path
+from utils.files import atomic_write, check_can_be_made, check_file, increment_path
 from utils.head_scores import heads_of, score_heads
 from utils.image_grid import plot_images
-from utils.labels import check_class_ids
+from utils.labels import check_class_ids, check_nothing_dropped
 from utils.loss_heads import in_float32
 from utils.metrics import ConfusionMatrix, DetectionScores
 from utils.nms import non_max_suppression
@@ -160,6 +160,8 @@ def open_loader(opt, data, split, image_size, stride, batch_size):
         path, image_size, batch_size, stride, opt, pad=0.5, rect=True, prefix=f"{split}: "
     )
     check_class_ids(dataset.labels, dataset.label_files, data.nc, data.names)
+    if opt.strict_data:
+        check_nothing_dropped(dataset.findings)
     return loader
 
 
@@ -197,6 +199,8 @@ def score(opt, weights, data, *, image_size, conf_thres, iou_thres, pictures=Tru
     if device.type == "cuda":
         model(torch.zeros(1, 3, image_size, image_size, device=device).half())  # cuDNN's first call is slow
 
+    if not opt.save_dir:  # all input has been found good
+        opt.save_dir = str(increment_path(Path(opt.project) / opt.name, exist_ok=opt.exist_ok))
     sinks = []
     if opt.save_txt or opt.save_hybrid:
         sinks.append(TextFiles(Path(opt.save_dir) / "labels", opt.save_conf))
@@ -256,7 +260,8 @@ def main(opt):
     opt.data = check_file(opt.data)
     split = opt.task if opt.task in ("train", "val", "test") else "val"
     data = load_data_yaml(opt.data, opt.single_cls, needed=(split,))
-    opt.save_dir = str(increment_path(Path(opt.project) / opt.name, exist_ok=opt.exist_ok))
+    check_can_be_made(opt.project)
+    opt.save_dir = ""
     thresholds = {"conf_thres": opt.conf_thres, "iou_thres": opt.iou_thres}
     if opt.task == "speed":
         for weights in opt.weights:
@@ -274,14 +279,14 @@ def study(opt, data, thresholds):
     """Accuracy and speed of each of the weights over image sizes: one text file each, and one picture."""
     files = []
     for weights in opt.weights:
-        path = Path(opt.save_dir) / f"study_{Path(opt.data).stem}_{Path(weights).stem}.txt"
-        if path in files:  # two best.pt
-            path = path.with_stem(f"{path.stem}_{len(files) + 1}")
         rows = []
         for image_size in range(256, 1536 + 128, 128):
             logger.info("Study: %s at %d px", weights, image_size)
             result = score(opt, [weights], data, image_size=image_size, pictures=False, **thresholds)
             rows.append(result.results + result.times)
+        path = Path(opt.save_dir) / f"study_{Path(opt.data).stem}_{Path(weights).stem}.txt"
+        if path in files:  # two best.pt
+            path = path.with_stem(f"{path.stem}_{len(files) + 1}")
         np.savetxt(path, rows, fmt="%10.4g")
         files.append(path)
     plots.plot_study(files, Path(opt.save_dir) / "study.png")

@@ -48,8 +48,8 @@ def main(opt):
         return
     dist.start_processes(ranks, device)
     auto_batch.settle(opt, hyp, data.nc, device, ranks, lambda: build_model(opt, hyp, data, device)[0])
-    open_run_folder(opt, ranks)
     if opt.evolve:
+        open_run_folder(opt, ranks)
         evolve(partial(train, opt=opt, data=data, device=device, ranks=ranks), hyp, opt.save_dir, opt.evolve)
     else:
         train(hyp, opt, data, device, ranks)
@@ -69,15 +69,15 @@ def train(hyp, opt, data, device, ranks):
     freeze_layers(model, opt.freeze)
     training, progress = open_training(model, stored, hyp, opt, data.nc, ranks)
     steps = paths.steps(training)
-    report, checkpoints = open_records(opt, given_hyp, data, ranks, progress, heads_of(model))
-    report.also(steps.scalars)
 
     stride = max(int(model.stride.max()), 32)
     loaders = open_loaders(opt, hyp, data, stride, ranks, progress.start_epoch, device)
+    report, checkpoints = open_records(opt, given_hyp, data, ranks, progress, heads_of(model))
+    report.also(steps.scalars)
     if not opt.resume:
         report.labels(loaders.dataset.labels)
-        if ranks.is_main and not opt.noautoanchor:  # the other processes receive the anchors with the weights
-            check_anchors(loaders.dataset, model, thr=hyp["anchor_t"], imgsz=loaders.sizes.final)
+        if ranks.is_main:  # the other processes receive the anchors with the weights
+            check_anchors(loaders.dataset, model, hyp["anchor_t"], loaders.sizes.final, refit=not opt.noautoanchor)
             training.ema.copy_anchors(model)
         model.half().float()  # stock behaviour: a fresh run starts from weights rounded to half precision
     prepare_model(model, hyp, opt, data, loaders.dataset.labels, loaders.sizes.final)
@@ -228,7 +228,11 @@ def prepare_model(model, hyp, opt, data, labels, image_size):
 
 
 def open_records(opt, hyp, data, ranks, progress, heads=()):
-    """Report and checkpoints of this process; the main one also writes hyp.yaml and opt.yaml, as they were given."""
+    """Report and checkpoints of this process; the main one also writes hyp.yaml and opt.yaml, as they were given.
+
+    The run folder appears here, when all input has been found good.
+    """
+    open_run_folder(opt, ranks)
     report, checkpoints = open_report(opt, data.names, ranks, heads), NoCheckpoints()
     if ranks.is_main and not opt.resume:
         save_hyp(hyp, Path(opt.save_dir) / "hyp.yaml")

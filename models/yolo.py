@@ -23,7 +23,7 @@ from models.common import (
     RepConv,
     Shortcut,
 )
-from models.config import check_row, describe, is_count, level_anchors, read_cfg, resolve_argument
+from models.config import MAX_CHANNELS, check_row, describe, is_count, level_anchors, read_cfg, resolve_argument, short
 from models.detection import DetectionLayer, cell_grid  # noqa: F401  (cell_grid: for those who know it from here)
 from models.multihead import MultiHeadDetect, heads_arguments
 from models.multihead_attention import MultiHeadDetectAttention
@@ -148,7 +148,11 @@ class Model(nn.Module):
             raise ValueError(f"{describe(cfg)}, {error}") from error
         self._initialise_biases()
         self._configure_norms_and_activations()
-        self.info()
+        try:
+            self.info()
+        except RuntimeError as error:  # sizes that fit by chance at the one size that measured the strides
+            side = int(self.stride.max())
+            raise ValueError(f"{describe(cfg)} cannot process an image of {side} x {side} pixels: {error}") from error
 
     def forward(self, x, augment=False, profile=False):
         """Output of the detection layer for images [b x ch x h x w, 0..1].
@@ -303,8 +307,8 @@ def parse_model(cfg, ch, head_config=None):
             layer, width = _build_layer(kind, number, args, inputs, cfg, head_config)
             if isinstance(row[0], list) != (kind in LIST_LAYERS):
                 raise ValueError(f"from of {name} must be {'a list' if kind in LIST_LAYERS else 'one index'}")
-        except (ValueError, TypeError, RuntimeError, AttributeError) as error:
-            raise ValueError(f"row {i} {row}: {error}") from error
+        except (ValueError, TypeError, RuntimeError, AttributeError, OverflowError) as error:
+            raise ValueError(f"row {i} {short(row)}: {error}") from error
         layer.i, layer.f, layer.type = i, row[0], f"{kind.__module__}.{kind.__qualname__}"
         layer.np = sum(p.numel() for p in layer.parameters())
         logger.info("%4d %22s %3d %10d  %-42s %s", i, row[0], number, layer.np, layer.type, args)
@@ -318,7 +322,7 @@ def find_layer(name):
     """The class that a row calls `name`, with or without the prefix nn. or torch.nn.; ValueError if unknown."""
     kind = LAYERS.get(name.removeprefix("torch.").removeprefix("nn."))
     if kind is None:
-        raise ValueError(f"unknown module {name!r}; known are {', '.join(sorted(LAYERS))}")
+        raise ValueError(f"unknown module {short(name)}; known are {', '.join(sorted(LAYERS))}")
     return kind
 
 
@@ -345,7 +349,7 @@ def _build_layer(kind, number, args, inputs, cfg, head_config=None):
     if kind is nn.BatchNorm2d:
         args = [inputs[0]]
     if kind in DETECTION_LAYERS:
-        args = _detection_arguments(kind, args, inputs)
+        args = _detection_arguments(kind, args, inputs, cfg["nc"])
         args += heads_arguments(kind in MULTI_HEAD_LAYERS, cfg, head_config)
     if repeats == 1:
         return kind(*args), width
@@ -359,6 +363,8 @@ def _output_width(kind, args, inputs, width_multiple):
     if kind in SIZED_LAYERS:
         if not args or not is_count(args[0]):
             raise ValueError("the first argument must be the number of output channels")
+        if args[0] * width_multiple > MAX_CHANNELS:
+            raise ValueError(f"more than {MAX_CHANNELS} output channels")
         return math.ceil(args[0] * width_multiple / 8) * 8
     if kind in (Concat, Chuncat):
         return sum(inputs)
@@ -367,10 +373,12 @@ def _output_width(kind, args, inputs, width_multiple):
     return 4 * inputs[0] if kind is ReOrg else inputs[0]
 
 
-def _detection_arguments(kind, args, inputs):
+def _detection_arguments(kind, args, inputs, nc):
     """(nc, anchors, input widths) of a detection layer; an auxiliary head takes two inputs per level."""
     if len(args) != 2 or not is_count(args[0]):
         raise ValueError("a detection layer takes the arguments [nc, anchors], where nc is the number of classes")
+    if args[0] != nc:
+        raise ValueError(f"the detection layer is made for {args[0]} classes and the model for {nc}: write nc there")
     num_levels = len(inputs)
     if kind is IAuxDetect:
         if num_levels % 2:

@@ -1,11 +1,12 @@
 """The training step with a batch that is already there: reference, --fast-step and --cuda-graph, in one process.
 
-python tests/bench_step.py [--short] [--seconds 170] [--out runs/bench_step]
+python tests/bench_step.py [--short] [--seconds 170] [--paths cuda-graph limits] [--out runs/bench_step]
 
 A case is model, image size, batch and loss; COCO-like random boxes, 80 classes, four sets of them in turn, fp16
 autocast. Each path starts from a model of its own. Milliseconds a step are medians with the 10th and 90th percentile in
 brackets, between events at the end of consecutive steps, after a warm-up; images a second come from the whole window.
-`host` is the time that the main process spends in a step, `waits` the synchronisations that torch reports.
+`host` is the time that the main process spends in a step, with its parts `plan` (the loss's preparation) and `run`
+(copies and launch of the graph), `cpu` its processor time, `waits` the synchronisations that torch reports.
 `forward+backward` is the limit: the model alone with a trivial loss, channels-last, in a CUDA graph; `update` is SGD
 and moving average alone, in a graph. `cuda-graph, copied` takes its batches from page-locked host memory through the
 feed of --fast-step.
@@ -32,7 +33,7 @@ from torch.optim.lr_scheduler import LambdaLR
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from models.yolo import Model  # noqa: E402  (needs the path above)
-from utils import loss, loss_batched, optim  # noqa: E402
+from utils import cuda_graph, loss, loss_batched, optim  # noqa: E402
 from utils.cuda_graph import GraphSteps  # noqa: E402
 from utils.ema import ModelEMA  # noqa: E402
 from utils.fast_step import FastSteps  # noqa: E402
@@ -41,10 +42,13 @@ from utils.hyp import load_hyp, scale_hyp  # noqa: E402
 from utils.prefetch import AHEAD, Prefetch, as_float  # noqa: E402
 from utils.training import Training  # noqa: E402
 
+RUN = cuda_graph.Captured.run
 ROOT = Path(__file__).resolve().parents[1]
 CASES = [("yolov7-tiny", 320, 64), ("yolov7-tiny", 320, 384), ("yolov7", 320, 64), ("yolov7", 640, 32)]
 CPU_CASES = [("yolov7-tiny", 64, 4)]
 NUM_CLASSES, BOXES, NUM_SETS = 80, 14, 4
+COLUMNS = ("case", "loss", "path", "ms a step", "img/s", "host ms", "plan ms", "run ms", "cpu", "GB", "waits in 2",
+           "graphs")  # fmt: skip
 
 
 def build(case, kind, path, device, precision):
@@ -109,12 +113,16 @@ def copied(case, sets, device):
 
 def measure(steps, batches, num_steps, warm_up, is_reference, batch_size):
     """Milliseconds a step, images a second, time of the host [ms], peak memory [GB]."""
-    marks, host, ahead = [], [], deque()
+    marks, host, ahead, parts = [], [], deque(), watch(steps)
     is_cuda = steps.training.device_type == "cuda" if not is_reference else steps.device_type == "cuda"
     for iteration, batch in enumerate(batches):
         if iteration == warm_up and is_cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
+        if iteration == warm_up:
+            busy, began = time.thread_time(), time.perf_counter()
+            for times in parts.values():
+                times.clear()
         if iteration >= warm_up:
             marks.append(_mark(is_cuda))
         if iteration == warm_up + num_steps:
@@ -129,15 +137,36 @@ def measure(steps, batches, num_steps, warm_up, is_reference, batch_size):
             ahead[-1].record()
             if len(ahead) > AHEAD:
                 ahead.popleft().synchronize()
+    share = (time.thread_time() - busy) / (time.perf_counter() - began)
     if is_cuda:
         torch.cuda.synchronize()
     times = [_between(a, b) for a, b in zip(marks, marks[1:], strict=False)]
     total = _between(marks[0], marks[-1])
     row = {"step": spread(times), "img/s": num_steps * batch_size / total * 1e3,
-           "host": spread([t * 1e3 for t in host[warm_up:]])}  # fmt: skip
+           "host": spread([t * 1e3 for t in host[warm_up:]]), "cpu": share}  # fmt: skip
+    row |= {name: spread([t * 1e3 for t in times]) for name, times in parts.items() if times}
     if is_cuda:
         row["GB"] = torch.cuda.max_memory_reserved() / 1e9
     return row
+
+
+def watch(steps):
+    """The seconds of each call of the loss's preparation and of the graph, as lists that grow."""
+    parts = {"plan": [], "run": []}
+
+    def timed(function, times):
+        def call(*arguments, **options):
+            started = time.perf_counter()
+            result = function(*arguments, **options)
+            times.append(time.perf_counter() - started)
+            return result
+
+        return call
+
+    if isinstance(steps, GraphSteps):
+        steps.loss.prepare = timed(steps.loss.prepare, parts["plan"])
+        cuda_graph.Captured.run = timed(RUN, parts["run"])
+    return parts
 
 
 def _mark(is_cuda):
@@ -196,6 +225,7 @@ def limits(case, device):
     steps.training.scaler.scale(torch.ones((), device=device))  # its tensors come with the first use
     with steps.training.autocast():
         sum(p.float().square().mean() for p in steps.training.model(images)).backward()
+    steps._lay_out()
     steps.sgd.collect()
     rows["update"] = {"step": replayed(steps._update)}
     return rows
@@ -229,7 +259,8 @@ def run(case, kind, path, device, precision):
 
 def in_words(case, kind, path, row):
     step = "{:.2f} ({:.2f}-{:.2f})".format(*row["step"])
-    host = "{:.2f}".format(row["host"][0]) if "host" in row else "-"
+    host = " | ".join(f"{row[name][0]:.2f}" if name in row else "-" for name in ("host", "plan", "run"))
+    host += f" | {row['cpu']:.2f}" if "cpu" in row else " | -"
     rate = f"{row['img/s']:.0f}" if "img/s" in row else f"{case[2] / row['step'][0] * 1e3:.0f}"
     memory = f"{row['GB']:.1f}" if "GB" in row else "-"
     rest = f"{row.get('waits', '-')} | {row.get('counts', '')}"
@@ -243,6 +274,7 @@ def main():
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--short", action="store_true", help="without the slow reference of OTA at large batches")
     parser.add_argument("--seconds", type=float, default=600, help="no row is started after so long")
+    parser.add_argument("--paths", nargs="+", help="only these of the paths in the table, and limits")
     parser.add_argument("--amp", default=None, choices=["fp16", "bf16", "off"])
     parser.add_argument("--out", default="runs/bench_step", help="folder of the json and the table")
     opt = parser.parse_args()
@@ -251,8 +283,7 @@ def main():
     torch.backends.cudnn.benchmark = True
     title = f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}, torch {torch.__version__}, "
     title += f"Python {platform.python_version()}"
-    print(title, "| case | loss | path | ms a step | img/s | host ms | GB | waits in 2 steps | graphs |",
-          "|---|---|---|---|---|---|---|---|---|", sep="\n", flush=True)  # fmt: skip
+    print(title, "| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS), sep="\n", flush=True)
 
     cases = CASES if device.type == "cuda" else CPU_CASES
     jobs = [(case, "ota", path) for case in cases for path in ("cuda-graph", "fast-step")]
@@ -264,6 +295,8 @@ def main():
     ]
     if device.type == "cpu":
         jobs = [job for job in jobs if "cuda-graph" not in job[2]]
+    if opt.paths:
+        jobs = [job for job in jobs if job[2] in opt.paths]
     rows, out = [], Path(opt.out)
     out.mkdir(parents=True, exist_ok=True)
     for case, kind, path in jobs:

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from tests import loss_cases
-from tests.loss_cases import AUXILIARY, KINDS, NAMES, ORDINARY, random_case, rows
+from tests.loss_cases import AUXILIARY, KINDS, NAMES, ORDINARY, Case, random_case, rows
 from tests.parity import check
 from utils import assign, assign_batched, assign_by_image
+from utils.loss_batched import BatchedLossOTA
 from utils.loss_plan import prepare
 
 GROUP = "train: assignments, batched"
@@ -128,6 +129,17 @@ def test_padding_owns_nothing():
         assert (owner[used:] == -1).all()
 
 
+def test_pieces_cover_all_pairs():
+    plan = plan_of(random_case(3, "crowded"), padded=True)
+    num_targets, num_candidates = plan.per_image
+    for most in (1, 500, 10**9):
+        pieces = assign_batched._pieces(plan, most)
+        assert sum(piece.num_pairs for piece in pieces) == num_targets @ num_candidates
+        assert [piece.first_target for piece in pieces[1:]] == [piece.last_target for piece in pieces[:-1]]
+        assert pieces[0].first_target == 0 and pieces[-1].last_target == num_targets.sum()
+        assert all(piece.num_pairs <= most or piece.last_target - piece.first_target == 1 for piece in pieces)
+
+
 def test_a_crowded_batch_is_told_once(caplog, monkeypatch):
     monkeypatch.setattr(assign_batched, "_told", set())
     with caplog.at_level(logging.WARNING):
@@ -137,20 +149,28 @@ def test_a_crowded_batch_is_told_once(caplog, monkeypatch):
     assert "20000000 pairs" in record.getMessage()
 
 
-@pytest.mark.gpu
-def test_a_crowded_image_needs_less_than_a_gigabyte():
+def crowded_batch(device):
+    """An image with 2,000 small boxes of 80 classes at 640 px, and one with 10."""
     generator = torch.manual_seed(0)
     shapes = [(2, 3, n, n, 85) for n in (80, 40, 20)]
-    predictions = [torch.randn(shape, generator=generator).cuda() for shape in shapes]
+    predictions = [torch.randn(shape, generator=generator).to(device).requires_grad_() for shape in shapes]
     image = (torch.arange(2010) >= 2000).float()[:, None]
     boxes = torch.rand(2010, 4, generator=generator) * torch.tensor([1, 1, 0.1, 0.1]) + torch.tensor([0, 0, 0.01, 0.01])
-    targets = torch.cat((image, torch.randint(80, (2010, 1), generator=generator), boxes.clamp(max=1)), 1).cuda()
-    anchors = torch.tensor([[[2.0, 2.0], [3.0, 4.0], [4.0, 3.0]]] * 3).cuda()
+    targets = torch.cat((image, torch.randint(80, (2010, 1), generator=generator), boxes.clamp(max=1)), 1)
+    anchors = torch.tensor([[[2.0, 2.0], [3.0, 4.0], [4.0, 3.0]]] * 3).to(device)
+    model = loss_cases.model_with_head(anchors, torch.tensor([8.0, 16, 32]), 80)
+    return Case({}, model, predictions, targets.to(device), torch.zeros(2, 3, 640, 640, device=device))
+
+
+@pytest.mark.gpu
+def test_a_crowded_image_needs_less_than_a_gigabyte():
+    case = crowded_batch("cuda")
+    expected = rows(assign.ota(*case.matching_inputs()))
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    found = assign_batched.ota(predictions, targets, anchors, torch.tensor([8.0, 16, 32]), (640, 640))
+    found = assign_batched.ota(*case.matching_inputs())
+    total, _ = BatchedLossOTA(case.model)(case.predictions, case.targets, case.images)
+    total.backward()
     assert torch.cuda.max_memory_allocated() - before < 1e9
-    del before
-    expected = assign.ota(predictions, targets, anchors, torch.tensor([8.0, 16, 32]), (640, 640))
-    assert rows(found).tolist() == rows(expected).tolist()
+    assert rows(found).tolist() == expected.tolist()

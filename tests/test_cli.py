@@ -79,6 +79,52 @@ def test_other_ranks_only_warn(rank, level, monkeypatch):
     assert chosen["level"] == level
 
 
+def test_other_ranks_do_not_repeat_what_all_read(monkeypatch, capsys):
+    def main(opt):
+        logging.getLogger("utils.labels").warning("a row is dropped")
+        logging.getLogger("utils.slabs").warning("my own memory")
+
+    monkeypatch.setattr(logging.root, "handlers", [])
+    heard = {}
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        cli.run(main, None)
+        heard[rank] = capsys.readouterr().out
+        logging.root.handlers.clear()
+    assert heard == {
+        "0": "WARNING: a row is dropped\nWARNING: my own memory\n",
+        "1": "WARNING: my own memory\n",
+    }
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError(28, "No space left on device", "a/last.pt"), "a/last.pt: No space left on device; make room, then"),
+        (PermissionError(13, "Permission denied", "a"), "a: Permission denied"),
+        (OSError("odd"), "odd"),
+        (MemoryError(), "the main memory is full: fewer --workers"),
+        (ValueError("two\n   lines\x07"), "two lines\\x07"),
+        (ValueError("x" * 9999), "x" * 3000 + "..."),
+        (RuntimeError("DataLoader worker (pid 3) is killed by signal: Bus error."), "DataLoader worker (pid 3)"),
+        (ValueError("Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+                    "  File\nValueError: b.png: gone"), "b.png: gone"),
+    ],
+)  # fmt: skip
+def test_one_line_for_every_error(error, line, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.run(raises(error), None)
+    said = capsys.readouterr().err
+    assert caught.value.code == 2 and said.startswith(f"error: {line}") and said.count("\n") == 1
+
+
+def test_names_that_the_terminal_lacks():
+    code = PROGRAM.replace('"some news"', '"\u540d"').replace('"wrong"', '"\u540d"')
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120,
+                          env={"PYTHONIOENCODING": "ascii", "PATH": ""})  # fmt: skip
+    assert done.stdout == "\\u540d\nWARNING: look out\n" and done.stderr == "error: \\u540d\n"
+
+
 def test_streams_of_a_process():
     done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (2, "some news\nWARNING: look out\n", "error: wrong\n")

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests import parity
-from utils.ema import AverageAtOnce, ModelEMA
+from utils.ema import ModelEMA
 
 
 class Toy(nn.Module):
@@ -126,40 +126,3 @@ def test_evaluation_in_half_does_not_round_the_average():
     assert ema.ema_for_evaluation(half=True).weight.dtype == torch.float16
     assert all(torch.equal(before[name], value) for name, value in ema.ema.state_dict().items())
     assert ema.ema_for_evaluation(half=False) is ema.ema
-
-
-def test_all_tensors_at_once_are_the_same_to_the_last_bit():
-    averages = []
-    for average in ({}, {"average": AverageAtOnce()}):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), Head())
-        ema = ModelEMA(model, **average)
-        for step in range(8):
-            with torch.no_grad():
-                for value in model.state_dict().values():
-                    value.add_(torch.randn(value.shape) if value.is_floating_point() else 1)
-            if step == 4:  # half() and float() put other buffers into the modules
-                model.half().float(), ema.ema.half().float()
-            ema.update(model)
-        averages.append(ema.ema.state_dict())
-    assert all(torch.equal(value, averages[1][name]) for name, value in averages[0].items())
-    assert averages[0]["1.num_batches_tracked"] == 0, "whole numbers stay"
-
-
-def test_the_weights_of_the_average_may_be_tensors():
-    models, average = [Toy().requires_grad_(False), Toy().requires_grad_(False)], AverageAtOnce()
-    for ema in models:
-        ema.w += 1
-    model = Toy()
-    average.move(models[0], model, 0.75, 0.25)
-    average.move(models[1], model, torch.tensor(0.75), torch.tensor(0.25))
-    assert models[0].w.tolist() == models[1].w.tolist() == [0.75] * 3
-
-
-def test_buffers_outside_of_the_state_are_not_averaged():
-    model = Toy()
-    model.register_buffer("temporary", torch.ones(1), persistent=False)
-    ema = ModelEMA(model, average=AverageAtOnce())
-    model.temporary += 1
-    ema.update(model)
-    assert ema.ema.temporary == 1

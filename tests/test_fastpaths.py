@@ -80,6 +80,10 @@ def test_fast_is_everything_that_can_run(caplog):
     assert options["persistent_workers"] and options["worker_tensor"]
 
 
+def test_an_interval_without_the_step_is_a_warning(caplog):
+    assert choose("--sync-interval", "3") is fastpaths.REFERENCE and "has no effect without --fast-step" in caplog.text
+
+
 def test_choice_is_frozen():
     with pytest.raises(FrozenInstanceError):
         fastpaths.REFERENCE.feed = None

@@ -171,15 +171,23 @@ def test_plans_of_similar_batches_have_equal_sizes_and_replace_each_other():
     torch.testing.assert_close(compute_loss.compute(second.predictions, [static.copy_(grown)])[1], expected)
 
 
-def test_compiles_without_a_break():
-    case = random_case(0, "ordinary")
+def check_compiled(device, backend):
+    case = random_case(0, "ordinary", device)
     compute_loss = BatchedLossOTA(case.model)
-    shapes = [prediction.shape for prediction in case.predictions]
-    plans = compute_loss.prepare(case.targets, shapes, case.size)
-    compiled = torch.compile(compute_loss.compute, backend="aot_eager", fullgraph=True)
+    plans = [plan.to(case.images.device) for plan in static_plans(compute_loss, case)]
+    compiled = torch.compile(compute_loss.compute, backend=backend, fullgraph=True)
     loss, items = compiled(case.predictions, plans)
     gradients = torch.autograd.grad(loss, case.predictions)
     assert_equal((loss, items, *gradients), with_gradients(ComputeLossOTA, case))
+
+
+def test_compiles_without_a_break():
+    check_compiled("cpu", "aot_eager")
+
+
+@pytest.mark.gpu
+def test_compiles_without_a_break_on_cuda():
+    check_compiled("cuda", "inductor")
 
 
 def test_a_plan_of_other_sizes_is_refused():

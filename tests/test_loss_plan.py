@@ -2,6 +2,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.loss_cases import random_case, rows
+from utils import assign, assign_batched
 from utils.loss_plan import Sizes, _round_up, _stable_order, prepare
 
 ANCHORS = torch.tensor([[[2.0, 2.0]], [[2.0, 2.0]]])
@@ -32,6 +34,20 @@ def test_a_plan_by_hand():
     assert [tuple(block) for block in plan.blocks()] == [(0, 1, 0, 2), (1, 1, 2, 1)]
 
 
+@pytest.mark.parametrize("kind", ["ordinary", "borders", "duplicates", "empty images", "crowded"])
+def test_candidates_are_those_of_the_plain_matcher(kind):
+    """By image, and within it in the order of `assign.plain`, layer by layer; for both reaches."""
+    for seed in range(12):
+        case = random_case(seed, kind)
+        predictions, targets, anchors, strides, size = case.matching_inputs()
+        shapes, reach = [prediction.shape for prediction in predictions], (0.5, 1.0)[seed % 2]
+        plan = prepare(targets, shapes, anchors, strides, size, reach=reach, padded=False)
+        found = rows(assign_batched.matches(plan, plan.layout.proposer, anchors))
+        expected = rows(assign.plain(predictions, targets, anchors, reach=reach))
+        order = np.lexsort((np.arange(len(expected)), targets[expected[:, 5], 0].numpy(), expected[:, 0]))
+        assert found.tolist() == expected[order].tolist()
+
+
 def test_padding_is_nobody():
     plan = plan_for(TARGETS)
     layout, sizes = plan.layout, plan.sizes
@@ -53,6 +69,15 @@ def test_without_targets_all_is_padding():
 )
 def test_round_up(count, rounded):
     assert _round_up(count) == rounded
+
+
+def test_one_buffer_holds_all_parts():
+    plan = plan_for(TARGETS)
+    plan.buffer.fill_(0)
+    assert not any(part.any() for part in plan.layout)
+    copied = plan.copy_(plan_for(TARGETS))
+    assert copied is plan and plan.layout.num_candidates[:3].tolist() == [2, 1, 0]
+    assert plan.to(torch.device("cpu")) is plan
 
 
 def test_sizes_grow_to_at_least_the_given_ones():

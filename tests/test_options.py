@@ -62,6 +62,7 @@ TRAIN = {
 }
 TRAIN_OURS = {
     "--allow-background": ([], True, False),
+    "--strict-data": ([], True, False),
     "--fast-dataloader": ([], True, False),
     "--persistent-workers": ([], True, False),
     "--worker-tensor": ([], True, False),
@@ -130,7 +131,7 @@ def test_stock_flags_keep_type_and_default(make_parser, table):
 
 def test_no_flag_is_undocumented_here():
     assert set(vars(train_parser().parse_args([]))) == {destination(flag) for flag in TRAIN | TRAIN_OURS}
-    assert set(vars(test_parser().parse_args([]))) == {destination(flag) for flag in TEST}
+    assert set(vars(test_parser().parse_args([]))) == {destination(flag) for flag in TEST} | {"strict_data"}
 
 
 def test_our_flags_are_off_by_default():

@@ -2,8 +2,8 @@
 
 `owners` is the heart: for every candidate of a Plan the target that it learns, or -1. Two ways lead to the same answer:
 
-    flat      all pairs of a target and a candidate of its image in one list, which is sorted by cost and then by target:
-              fixed shapes, few kernels, no loop; for a GPU. A crowded batch is taken in pieces, in bounded memory
+    flat      all pairs of a target and a candidate of its image in one list, sorted by cost and then by target: fixed
+              shapes, few kernels, no loop; for a GPU. A crowded batch is taken in pieces, in bounded memory
     by image  one image after another (`assign_by_image`); for a CPU, which sorts slowly and starts small work quickly
 
 Equal costs go to the lowest candidate in both: the sorts are stable.
@@ -23,7 +23,8 @@ from utils.loss_plan import prepare
 
 logger = logging.getLogger(__name__)
 
-FLAT_PAIRS = 12_000_000  # at once, about 1 GB of passing memory
+FLAT_PAIRS = 12_000_000  # at once, about 1 GB of passing memory; beyond that, and then in pieces of
+PIECE_PAIRS = 5_000_000
 CACHED_ROWS = 1024  # decoded at once on a CPU: what passes then stays in its cache
 HIGH = 1 << 32  # a vote is number of takers * HIGH + sum of their rows
 
@@ -74,7 +75,7 @@ def owners(rows, plan, num_ious=10, boxes=None):
         if rows.is_cuda and torch.cuda.is_current_stream_capturing():
             raise ValueError(f"{plan.sizes} are too many pairs for a CUDA graph (at most {FLAT_PAIRS}): run it without")
         _tell_once(plan.sizes.pairs)
-        pieces = _pieces(plan, FLAT_PAIRS)
+        pieces = _pieces(plan, PIECE_PAIRS)
     return _owners_flat(cells, layout, pieces, num_ious)
 
 
@@ -93,7 +94,7 @@ def _tell_once(pairs):
 
 
 def boxes_in_cells(rows, layout):
-    """Centre, counted from the corner of the cell, and size [u x 2 each] of the boxes in `rows` [u x 5+nc], in cells."""
+    """Centre, from the corner of the cell, and size [u x 2 each] of the boxes in `rows` [u x 5+nc], in cells."""
     doubled = rows[:, :4].sigmoid() * 2
     return doubled[:, :2] - 0.5, doubled[:, 2:] ** 2 * layout.anchor_size
 

@@ -1,8 +1,8 @@
 """OTA for the CPU: one image after another, on small NumPy matrices.
 
-The costs and ties are those of `assign.ota`, to the last bit: the same arithmetic in the same order. What differs is how
-the cheapest candidates are found: by a threshold for each target (a partial sort gives it), which all candidates are
-compared with.
+The costs and ties are those of `assign.ota`, to the last bit: the same arithmetic in the same order. What differs is
+how the cheapest candidates are found: by a threshold for each target (a partial sort gives it), which all candidates
+are compared with.
 """
 
 import numpy as np
@@ -64,7 +64,10 @@ def num_wanted(iou, num_ious):
 
 
 def match(cost, wanted, num_ious, first_target):
-    """The owner of each candidate [m], from `first_target` on, or -1; see `assign.match`. `wanted` [g] from num_wanted."""
+    """The owner of each candidate [m], counted from `first_target`, or -1; see `assign.match`.
+
+    cost [g x m], wanted [g] and num_ious as for `num_wanted`
+    """
     num_targets, number = cost.shape
     size = min(num_ious, number)
     wanted = np.minimum(wanted, size)

@@ -1,31 +1,43 @@
 """How train.py and test.py start: log format, and errors of the user as one line instead of a traceback."""
 
+import errno
 import logging
 import os
 import sys
 
+from utils.files import printable
 from utils.runs import NothingToDo
+
+# What these say is the same in all processes of a run.
+READ_BY_ALL = {f"utils.{name}" for name in ("data_yaml", "files", "hyp", "labels", "label_cache", "options", "runs")}
+MAX_CHARACTERS = 3000  # of an error; paths can be long
+FULL = "; make room, then train.py --resume goes on after the last complete epoch"
+ADVICE = {errno.ENOSPC: FULL, errno.EDQUOT: FULL, errno.EFBIG: FULL, errno.EMFILE: "; raise the limit with ulimit -n"}
 
 
 def run(main, opt):
     """Call main(opt) and leave the process: status 0, or 2 with one sentence for wrong input or a file that failed.
 
     Log lines go to the standard output, progress bars to the standard error. Processes other than the main one of a
-    distributed run only log warnings. YOLOV7FAST_TRACEBACK=1 shows where an error came from.
+    distributed run only log warnings, and none about what all of them read alike. YOLOV7FAST_TRACEBACK=1 shows where an
+    error came from.
     """
     is_main = os.environ.get("RANK", "0") in ("0", "-1")
+    for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a letter of a name shows its number instead
+        stream.reconfigure(errors="backslashreplace")
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(_Formatter("%(message)s"))
+    handler.addFilter(lambda record: is_main or record.name not in READ_BY_ALL)
     logging.basicConfig(handlers=[handler], level=logging.INFO if is_main else logging.WARNING)
     try:
         main(opt)
     except NothingToDo as message:
         logging.getLogger("run").info("%s", message)
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:
         if is_out_of_memory(error) and os.environ.get("YOLOV7FAST_TRACEBACK") != "1":
             sys.exit(_refuse(ValueError(out_of_memory(error, opt))))
         died = str(error).startswith("DataLoader worker")  # torch says so wherever the main process happens to be
-        if not isinstance(error, (ValueError, OSError)) and not died:
+        if isinstance(error, RuntimeError) and not died:
             raise
         if os.environ.get("YOLOV7FAST_TRACEBACK") == "1":
             raise
@@ -58,11 +70,21 @@ def out_of_memory(error, opt):
 
 
 def _refuse(error):
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    # the loader sends the whole traceback of a worker as text; its last line is the sentence
-    text = lines[-1].removeprefix("ValueError: ") if "Original Traceback" in str(error) else "\n".join(lines)
-    print(f"error: {text}", file=sys.stderr, flush=True)
+    text = printable(_in_words(error))
+    print(f"error: {text[:MAX_CHARACTERS]}{'...' * (len(text) > MAX_CHARACTERS)}", file=sys.stderr, flush=True)
     return 2
+
+
+def _in_words(error):
+    """One sentence for an error that ends the program."""
+    if isinstance(error, MemoryError):
+        return "the main memory is full: fewer --workers, a smaller --batch-size, or no --cache-images need less"
+    if isinstance(error, OSError) and error.strerror:
+        place = f"{error.filename}: " if error.filename else ""
+        return f"{place}{error.strerror}{ADVICE.get(error.errno, '')}"
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    # the loader sends the whole traceback of a worker as text; its last line is the sentence
+    return lines[-1].removeprefix("ValueError: ") if "Original Traceback" in str(error) else " ".join(lines)
 
 
 class _Formatter(logging.Formatter):

@@ -69,10 +69,10 @@ class GraphSteps(FastSteps):
     were the current stream.
     """
 
-    def __init__(self, training, interval=10, make_twin=None):
-        super().__init__(training, interval, make_twin)
-        self.is_off = None if self.sgd else "the optimiser is not SGD"
-        self.loss, self.shapes, self.addresses = None, {}, ()
+    def __init__(self, training, interval=FastSteps.INTERVAL, twin=None):
+        super().__init__(training, interval, twin)
+        self.is_off = None if self.is_sgd else "the optimiser is not SGD"
+        self.loss, self.shapes = None, {}
         self.counts = {"replayed": 0, "captured": 0, "ordinary": 0}
         if self.is_off:
             logger.warning("--cuda-graph: %s; steps are made without a graph", self.is_off)
@@ -83,9 +83,8 @@ class GraphSteps(FastSteps):
 
     def begin_epoch(self):
         super().begin_epoch()
-        addresses = self._addresses()
-        if self.training.compute_loss is not self.loss or addresses != self.addresses:  # it would use what is gone
-            self.loss, self.shapes, self.addresses = self.training.compute_loss, {}, addresses
+        if self.average is None or self.training.compute_loss is not self.loss:  # graphs would use what is gone
+            self.loss, self.shapes = self.training.compute_loss, {}
 
     def finish(self):
         super().finish()
@@ -131,6 +130,7 @@ class GraphSteps(FastSteps):
         if shape.room is None or any(plan.sizes != room for plan, room in zip(plans, shape.room, strict=True)):
             shape.room = [with_spare(plan.sizes) for plan in plans]
             shape.num_crowded = 0
+            self.wait()
             shape.graphs.clear()  # they are too small for what may come
         size = tuple(batch.images.shape)
         plans = self.loss.prepare(batch.targets, self._prediction_shapes(size), size[2:], at_least=shape.room)
@@ -169,10 +169,9 @@ class GraphSteps(FastSteps):
         head, (batch, _, height, width) = self.loss.head, shape
         return [(batch, head.na, height // s, width // s, head.no) for s in map(int, head.stride.tolist())]
 
-    def _addresses(self):
-        """Where the weights and averages lie: a graph keeps writing there."""
-        training = self.training
-        return [t.data_ptr() for m in (training.model, training.ema.ema) for t in (*m.parameters(), *m.buffers())]
+    def wait(self):
+        """Until the device has done all work, so that no graph goes while it runs."""
+        torch.cuda.synchronize(self.device)
 
     def on_stream(self):
         """A context in which work goes to our stream, after what the current stream holds, which then waits for it."""

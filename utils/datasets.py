@@ -196,7 +196,7 @@ class LoadImagesAndLabels(Dataset):
         scanned = scan_dataset(path, prefix) if pick is None else pick(scan_dataset(path, prefix))
         self.img_files, self.label_files = list(scanned.img_files), list(scanned.label_files)
         self.labels, self.segments = list(scanned.labels), list(scanned.segments)
-        self.shapes = np.asarray(scanned.shapes, np.float64)
+        self.shapes, self.findings = np.asarray(scanned.shapes, np.float64), scanned.findings
         if single_cls:
             self.labels = [_with_class_zero(labels) for labels in self.labels]
 
@@ -264,14 +264,11 @@ class LoadImagesAndLabels(Dataset):
             if is_pasting:
                 labels = pastein(img, labels, self.samples_to_paste())
 
-        labels[:, 1:5] = xyxy2xywh(labels[:, 1:5])
-        labels[:, [2, 4]] /= img.shape[0]
-        labels[:, [1, 3]] /= img.shape[1]
+        labels[:, 1:5] = xyxy2xywh(labels[:, 1:5]) / np.array(img.shape[1::-1] * 2, np.float32)
         if self.augment:
             img, labels = self._flipped(img, labels)
 
-        targets = torch.zeros((len(labels), 6))
-        targets[:, 1:] = torch.from_numpy(labels)
+        targets = torch.from_numpy(np.concatenate((np.zeros_like(labels[:, :1]), labels), axis=1))
         return torch.from_numpy(self.finish.pixels(img, self.new_image)), targets, self.img_files[index], shapes
 
     def _mosaic_sample(self, index):

@@ -22,44 +22,6 @@ def average_per_tensor(ema, model, decay):
             average.add_(current[name].detach() * (1 - decay))
 
 
-class AverageAtOnce:
-    """As `average_per_tensor`, with equal values, but for all tensors at once (--fast-step).
-
-    The lists of tensors are kept; they are made anew when a model holds another tensor than before.
-    """
-
-    def __init__(self):
-        self.models, self.holders = None, []  # (dict of a module, name, tensor) of everything in the lists
-
-    def __call__(self, ema, model, decay):
-        self.move(ema, model, decay, 1 - decay)
-
-    def move(self, ema, model, decay, share):
-        """Move each floating tensor of `ema` to e * decay + m * share; numbers, or tensors of one element."""
-        known = self.models == (ema, model) and all(holder[name] is tensor for holder, name, tensor in self.holders)
-        if not known:
-            self._find(ema, model)
-        torch._foreach_mul_(self.averages, decay)
-        torch._foreach_add_(self.averages, torch._foreach_mul(self.current, share))
-
-    def _find(self, ema, model):
-        self.models = ema, model
-        found = [_floating(module) for module in (ema, model)]
-        self.averages, self.current = ([tensor for _, _, tensor in holders] for holders in found)
-        self.holders = found[0] + found[1]
-
-
-def _floating(model):
-    """(dict of a module, name, tensor) of the floating entries of the state dict, in its order."""
-    return [
-        (holder, name, tensor)
-        for module in model.modules()
-        for holder in (module._parameters, module._buffers)
-        for name, tensor in holder.items()
-        if tensor is not None and tensor.is_floating_point() and name not in module._non_persistent_buffers_set
-    ]
-
-
 class ModelEMA:
     """Holds `ema`, the average of a model in eval mode, and the number of `updates` that went into it.
 

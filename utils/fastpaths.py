@@ -104,13 +104,15 @@ def choose_losses(paths, reason, ota_last, device):
 def choose_steps(paths, reasons, opt, device, make_twin=None):
     """`paths` with feed and steps of --fast-step and --cuda-graph, and rows for the log."""
     if "fast_step" not in reasons:
+        if opt.sync_interval != FastSteps.INTERVAL:
+            logger.warning("--sync-interval %d has no effect without --fast-step", opt.sync_interval)
         return paths, []
     targets_device = torch.device("cpu") if "fast_loss" in reasons else None
     prefetch = Prefetch(targets_device, floats=opt.multi_scale)
     kind = GraphSteps if "cuda_graph" in reasons else FastSteps
     if not has_triton(device) or getattr(opt, "world_size", 1) > 1 or "," in str(opt.device) or compiled.settings():
         make_twin = None
-    options = {"interval": opt.sync_interval} | ({"make_twin": make_twin} if make_twin else {})
+    options = {"interval": opt.sync_interval} | ({"twin": make_twin} if make_twin else {})
     paths = replace(paths, feed=prefetch, steps=partial(kind, **options))
     rows = [("feed", "copied ahead on a side stream, as bytes" if device.type == "cuda" else "as bytes",
              reasons["fast_step"]),
@@ -193,5 +195,6 @@ def validation(opt):
     """What scores the epochs before the last instead of test.evaluate: with --fast-val a FastValidation, else None."""
     if not (opt.fast_val or opt.fast):
         return None
-    logger.info("%-8s| %-40s| %s", "validate", "on the device, batch by batch (fast_val.py)", "--fast-val")
+    why = "--fast-val" if opt.fast_val else "--fast"
+    logger.info("%-8s| %-40s| %s", "validate", "on the device, in batches (fast_val.py)", why)
     return FastValidation()

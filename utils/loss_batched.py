@@ -23,7 +23,7 @@ import torch
 from utils import assign_batched
 from utils.assign_batched import boxes_in_cells, gather_rows
 from utils.loss import AUXILIARY_WEIGHT, ComputeLoss, LossClasses, smooth_labels
-from utils.loss_plan import Layout, prepare
+from utils.loss_plan import prepare
 from utils.loss_slopes import KnownSlopes, binary_loss, binary_loss_change, complete_iou
 
 
@@ -150,7 +150,7 @@ class BatchedLoss(ComputeLoss):
         return (value[:, 5:].sum(1) * weight_of_cell).sum() + (more * weight).sum(), slope
 
     def _box_term(self, view, layout, matched, gain):
-        """Box loss, the overlap [n] of each candidate, and `gain` times the slopes [u x 4] of the loss for the cells."""
+        """Box loss, the overlap [n] of each candidate, and `gain` times the slopes [u x 4] for the cells."""
         true, geometry = layout.target_box[matched.target], layout.geometry[matched.cell]
         true_centre = true[:, :2] * geometry[:, 4:6] - geometry[:, :2]
         centres = torch.stack((view.centre[matched.cell], true_centre))
@@ -179,7 +179,7 @@ class BatchedLoss(ComputeLoss):
         return wanted.to(view.rows.dtype).float()  # stock behaviour: rounded like the predictions
 
     def _object_term(self, predictions, view, wanted, sizes, gain):
-        """Objectness loss, and `gain` times its slopes: what the objects add in the cells [u], and all cells without."""
+        """Objectness loss, and `gain` times its slopes: what objects add in the cells [u], and all cells without."""
         settings = self.hyp["obj_pw"], self.hyp["fl_gamma"]
         logits = torch.cat([prediction[..., 4].reshape(-1) for prediction in predictions]).float()
         value, slope = binary_loss(logits, 0.0, *settings)

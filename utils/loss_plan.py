@@ -9,7 +9,6 @@ Padding is harmless by position: the last target row is nobody's, the last candi
 repeats the first one.
 """
 
-import math
 import threading
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -222,7 +221,7 @@ def _empty_plan(sizes, shapes, pinned, **rest):
 
 
 def _stable_order(numbers):
-    """The rows that sort `numbers` [n], small whole numbers; NumPy sorts 16-bit ones by their digits, in linear time."""
+    """The rows that sort `numbers` [n], small and whole; NumPy sorts 16-bit ones by their digits, in linear time."""
     if len(numbers) and numbers.max() < 1 << 15:
         numbers = numbers.astype(np.int16)
     return numbers.argsort(kind="stable")

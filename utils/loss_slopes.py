@@ -15,7 +15,7 @@ from utils.loss import FOCAL_ALPHA
 
 
 def binary_loss(logits, label, positive_weight=1.0, focal_gamma=0.0):
-    """`loss.binary_loss` and its slope for each of `logits` (float32); `label` is a number or a tensor of their shape."""
+    """`loss.binary_loss` and slope for each of `logits` (float32); `label` is a number or a tensor of their shape."""
     value, score = F.softplus(logits), logits.sigmoid()  # cross-entropy against 0; its slope is the score
     slope = score
     if isinstance(label, torch.Tensor) or label != 0:
@@ -53,7 +53,7 @@ def complete_iou(centres, sizes, eps=1e-7):
     """`boxes.complete_iou` [n] of boxes with true boxes, and its slopes [n x 2] by twice the centre and by the size.
 
     centres, sizes [2 x n x 2] of the boxes, then of the true boxes. Where two edges coincide each gets half of the
-    slope, as autograd does it.
+    slope, as autograd does it; boxes that only touch do not overlap, which versions of torch see differently.
     """
     half = sizes / 2
     low, high = centres - half, centres + half
@@ -77,7 +77,7 @@ def complete_iou(centres, sizes, eps=1e-7):
     alpha = aspect / (aspect - iou).add_(1 + eps)
 
     stretch = enclosing * (distance / diagonal2)[:, None]  # half the slope of -distance by `enclosing`
-    by_gap = (overlap.flip(1) * (gap >= 0)).mul_(((iou + 1) / union)[:, None]).sub_(stretch, alpha=2)
+    by_gap = (overlap.flip(1) * (gap > 0)).mul_(((iou + 1) / union)[:, None]).sub_(stretch, alpha=2)
     at_high, at_low = torch.sign(high[1] - high[0]), torch.sign(low[0] - low[1])  # 1 where our edge is the inner one
     by_centre = (by_gap * (at_high - at_low) / 4).add_(shift / diagonal2[:, None])
     by_size = (by_gap * at_high.add_(at_low).add_(2)).mul_(0.25).add_(stretch, alpha=2)

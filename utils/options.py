@@ -6,9 +6,9 @@ from pathlib import Path
 
 import yaml
 
-from utils import resize_schedule
+from utils import limits, resize_schedule
 from utils.data_yaml import read_yaml
-from utils.files import atomic_write
+from utils.files import atomic_write, shown
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ def train_parser():
     add("--noautoanchor", action="store_true", help="skip the anchor check")
     add("--evolve", nargs="?", type=int, const=300, default=0, help="search hyper-parameters for N (300) generations")
     add("--allow-background", action="store_true", help="train although no training image has a box")
+    add("--strict-data", action="store_true", help="stop when the scan drops an image, a row or a list entry")
 
     group = parser.add_argument_group("machine")
     add = group.add_argument
@@ -150,6 +151,7 @@ def test_parser():
     add("--device", default="", help="cpu or 0")
     add("--single-cls", action="store_true", help="treat all classes as one")
     add("--augment", action="store_true", help="test-time augmentation")
+    add("--strict-data", action="store_true", help="stop when the scan drops an image, a row or a list entry")
     add("--verbose", action="store_true", help="a row for each class")
     add("--save-txt", action="store_true", help="write the detections of each image to labels/*.txt")
     add("--save-hybrid", action="store_true", help="merge the labels into the detections (implies --save-txt)")
@@ -176,14 +178,6 @@ def check_train_options(opt):
     """Raise ValueError for a value that no run could use; extend --img-size to (train, validation)."""
     if not opt.cfg and not opt.weights:
         raise ValueError("give --cfg (a model yaml) or --weights (a checkpoint): there is nothing to train")
-    lower_bounds = {"epochs": 1, "batch_size": -1, "workers": 0, "test_batch_size": 1, "evolve": 0, "ota_last": 1,
-                    "micro_batch_size": 0, "prefetch_factor": 1, "loader_timeout": 1, "seed": 0, "sync_interval": 1,
-                    "heads": 0, "subset_size": 0, "subset_seed": 0, "max_iter": 0, "eval_interval": 0, "patience": 0,
-                    "save_period": -1}  # fmt: skip
-    for name, low in lower_bounds.items():
-        value = getattr(opt, name)
-        if value is not None and value < low:
-            raise ValueError(f"--{name.replace('_', '-')} {value} is too small: it has to be at least {low}")
     if opt.transfer_weights and not opt.weights:
         raise ValueError("--transfer-weights takes backbone and neck from --weights; give a checkpoint there")
     if opt.batch_size == 0 or (opt.batch_size == -1 and "," in opt.device):
@@ -193,8 +187,8 @@ def check_train_options(opt):
     _check_shorter_run(opt)
     if len(opt.img_size) > 2 or min(opt.img_size) < 1:
         raise ValueError(f"--img-size {opt.img_size} has to be one or two positive numbers: training, validation")
-    if not 0 <= opt.label_smoothing < 1:
-        raise ValueError(f"--label-smoothing {opt.label_smoothing} has to be at least 0 and below 1")
+    limits.check(vars(opt), limits.TRAIN_OPTIONS, limits.option_name)
+    _check_run_name(opt)
     opt.img_size = [opt.img_size[0], opt.img_size[-1]]
 
 
@@ -218,12 +212,14 @@ def _check_shorter_run(opt):
 
 def check_test_options(opt):
     """Raise ValueError for a value that no test could use."""
-    for name in ("img_size", "batch_size"):
-        if getattr(opt, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(opt, name)} has to be at least 1")
-    for name in ("conf_thres", "iou_thres"):
-        if not 0 <= getattr(opt, name) <= 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(opt, name)} has to lie between 0 and 1")
+    limits.check(vars(opt), limits.TEST_OPTIONS, limits.option_name)
+    _check_run_name(opt)
+
+
+def _check_run_name(opt):
+    """A name without letters would number the folder of all runs instead of one in it."""
+    if Path(opt.project, opt.name.strip()) == Path(opt.project):
+        raise ValueError(f"--name {shown(opt.name)} names no folder inside of --project; give a name, such as exp")
 
 
 def round_up(size, stride):
@@ -276,5 +272,5 @@ def _checked(value, action, path):
     """A value of an opt.yaml, after a look at its type."""
     numbers = value if isinstance(value, list) else [value]
     if action.type and value != action.default and not all(isinstance(number, (int, float)) for number in numbers):
-        raise ValueError(f"{path}: {action.dest} has to be a number, not {value!r}")
+        raise ValueError(f"{path}: {action.dest} has to be a number, not {shown(value)}")
     return value

@@ -76,6 +76,11 @@ def wait_for_background():
         _PENDING.pop().result()
 
 
+def _class_label(names, index):
+    """The name of a class for a chart, where a dollar would begin a formula."""
+    return class_name(names, index).replace("$", r"\$")
+
+
 # ---- the course of a run -------------------------------------------------------------------------------------------
 
 
@@ -157,7 +162,7 @@ def plot_curves(curves, save_dir, names=None):
         logger.warning("there is no class with labels and so no curve to draw in %s", save_dir)
         return []
     ap50 = np.asarray(curves.ap)[:, 0]
-    labels = [class_name(names, class_id) for class_id in class_ids]
+    labels = [_class_label(names, class_id) for class_id in class_ids]
     scored = [f"{label} {ap:.3f}" for label, ap in zip(labels, ap50, strict=True)]
     mean_ap = f"all classes {np.nanmean(ap50):.3f} mAP@.5"
     files = [
@@ -207,7 +212,7 @@ def plot_confusion_matrix(matrix, names, save_dir):
     size = len(matrix)
     shares = matrix / np.maximum(matrix.sum(axis=0, keepdims=True), 1e-9)
     shares[~(shares >= HIDDEN_CELL)] = np.nan
-    labels = [class_name(names, index) for index in range(size - 1)] + ["background"]
+    labels = [_class_label(names, index) for index in range(size - 1)] + ["background"]
 
     inches = min(max(3 + 0.45 * size, 6), 16)
     figure, (ax,) = new_figure(size=(inches + 1, inches))
@@ -260,7 +265,7 @@ def _draw_class_counts(ax, class_ids, names):
     ax.bar(range(num_classes), np.bincount(class_ids, minlength=num_classes), color=PALETTE[0])
     few = num_classes <= 40
     if few:
-        labels = [class_name(names, index) for index in range(num_classes)]
+        labels = [_class_label(names, index) for index in range(num_classes)]
         ax.set_xticks(range(num_classes), labels, rotation=90 if num_classes > 6 else 0)
     ax.set_xlabel("" if few else "class")
     ax.grid(axis="x", visible=False)

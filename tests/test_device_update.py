@@ -1,4 +1,4 @@
-"""SGD with its numbers on the device against torch.optim.SGD, with and without a loss scaler."""
+"""SGD and averages on flat tensors against torch.optim.SGD and ModelEMA, with and without a loss scaler."""
 
 from copy import deepcopy
 
@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from utils.device_sgd import ALIGNED, DeviceSGD
+from utils.device_update import FlatAverage, FlatSGD, trained
+from utils.ema import ModelEMA
+from utils.flat import ALIGNED, are_in, flatten, starts_of
 
 
 def new_model():
@@ -31,6 +33,12 @@ def backward(model, scaler, seed, factor=1.0):
     scaler.scale(model(images(seed)).square().sum() * factor).backward()
 
 
+def flat_sgd(optimizer, scaler):
+    """A FlatSGD, after the first backward pass."""
+    groups = trained(optimizer)
+    return FlatSGD(optimizer, scaler, groups, flatten([p for group in groups for p in group], "cpu"))
+
+
 def train(schedule, factors, scale=None, passes=1, state=None):
     """(model, optimizer, scaler) after torch's steps and after ours; `schedule` gives (rate, momentum) of each."""
     results = []
@@ -42,13 +50,14 @@ def train(schedule, factors, scale=None, passes=1, state=None):
         )
         if state:
             optimizer.load_state_dict(deepcopy(state))
-        sgd = DeviceSGD(optimizer, scaler)
+        sgd = None
         for seed, ((rate, momentum), factor) in enumerate(zip(schedule, factors, strict=True)):
             for group in optimizer.param_groups:
                 group["lr"], group["momentum"] = rate, momentum
             for k in range(passes):
                 backward(model, scaler, passes * seed + k, factor)
                 if ours:
+                    sgd = sgd or flat_sgd(optimizer, scaler)
                     sgd.collect()
             if ours:
                 sgd.step(torch.tensor([rate] * 4 + [momentum]))
@@ -98,8 +107,8 @@ def test_step_by_hand():
     weight = nn.Parameter(torch.tensor([2.0]))
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.5, weight_decay=0.1, nesterov=True)
     optimizer.state[weight]["momentum_buffer"] = torch.tensor([4.0])
-    sgd = DeviceSGD(optimizer, torch.amp.GradScaler("cpu", enabled=False))
     weight.sum().backward()
+    sgd = flat_sgd(optimizer, torch.amp.GradScaler("cpu", enabled=False))
     sgd.collect()
     sgd.step(torch.tensor([0.1, 0.5]))
     assert weight.item() == pytest.approx(2 - 0.1 * 2.8)
@@ -117,9 +126,8 @@ def test_momentum_of_a_checkpoint_is_taken_over_and_given_back():
 def test_dropped_gradients_do_not_count():
     model = new_model()
     optimizer, scaler = new_optimizer(model), torch.amp.GradScaler("cpu", enabled=False)
-    sgd = DeviceSGD(optimizer, scaler)
-    sgd.drop()  # before the first pass there are none
     backward(model, scaler, 0)
+    sgd = flat_sgd(optimizer, scaler)
     sgd.collect()
     expected = sgd.gradient.clone()
     assert expected.abs().sum() > 0
@@ -135,8 +143,8 @@ def test_parameters_without_gradient_are_left_alone():
     model[0].weight.requires_grad_(False)
     before = model[0].weight.clone()
     optimizer, scaler = new_optimizer(model), torch.amp.GradScaler("cpu", enabled=False)
-    sgd = DeviceSGD(optimizer, scaler)
     backward(model, scaler, 0)
+    sgd = flat_sgd(optimizer, scaler)
     sgd.collect()
     sgd.step(torch.tensor([0.1, 0.1, 0.1, 0.1, 0.9]))
     assert torch.equal(model[0].weight, before), "no decay either"
@@ -146,10 +154,73 @@ def test_parameters_without_gradient_are_left_alone():
 def test_tensors_keep_their_strides_and_start_aligned():
     model = new_model()
     optimizer, scaler = new_optimizer(model), torch.amp.GradScaler("cpu", enabled=False)
-    sgd = DeviceSGD(optimizer, scaler)
     backward(model, scaler, 0)
+    sgd = flat_sgd(optimizer, scaler)
     sgd.collect()
     for part in sgd.parts:
         for parameter, gradient in zip(part.parameters, part.gradients, strict=True):
             assert gradient.stride() == parameter.stride() and gradient.storage_offset() % ALIGNED == 0
             assert optimizer.state[parameter]["momentum_buffer"].stride() == parameter.stride()
+
+
+# ---- flat tensors and averages --------------------------------------------------------------------------------------
+
+
+def test_flat_tensors_keep_objects_values_shapes_and_strides():
+    tensors = [
+        torch.rand(3),
+        torch.rand(2, 4, 3, 3).to(memory_format=torch.channels_last),
+        torch.rand(()),
+        torch.rand(70),
+    ]
+    before = [(tensor.clone(), tensor.stride()) for tensor in tensors]
+    flat = flatten(tensors, "cpu")
+    assert starts_of(tensors) == [0, 64, 192, 256, 384] and len(flat) == 384
+    for tensor, (values, strides) in zip(tensors, before, strict=True):
+        assert torch.equal(tensor, values) and tensor.stride() == strides
+    assert flat[3:64].abs().sum() == 0 and are_in(flat, tensors)
+    flat.mul_(2)
+    assert torch.equal(tensors[1], before[1][0] * 2)
+    tensors[1] = tensors[1].clone()
+    assert not are_in(flat, tensors)
+    assert flatten([], "cpu").shape == (0,)
+
+
+def test_average_follows_the_reference():
+    """Six updates of parameters (a frozen one among them) and of BatchNorm statistics; whole numbers stay."""
+    model = new_model()
+    model[2].weight.requires_grad_(False)
+    reference, ours = ModelEMA(model), ModelEMA(model)
+    average = FlatAverage(model, ours.ema, first=list(model[1].parameters()))
+    for step in range(1, 7):
+        with torch.no_grad():
+            for value in model.state_dict().values():
+                value.add_(torch.randn(value.shape) if value.is_floating_point() else 1)
+        reference.update(model)
+        average.move(torch.tensor(1 - ours.decay(step)))
+    for name, value in reference.ema.state_dict().items():
+        torch.testing.assert_close(ours.ema.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+    assert ours.ema[1].num_batches_tracked == 0 and average.is_valid()
+    assert torch.equal(average.weights[:6], model[1].weight), "the parameters of `first` come first"
+
+
+def test_buffers_outside_of_the_state_are_not_averaged():
+    model = new_model()
+    model.register_buffer("temporary", torch.ones(1), persistent=False)
+    ema = ModelEMA(model)
+    average = FlatAverage(model, ema.ema)
+    model.temporary += 1
+    average.move(torch.tensor(0.5))
+    assert ema.ema.temporary == 1
+
+
+def test_other_tensors_in_the_model_are_noticed():
+    for change in (
+        lambda model: model.half().float(),
+        lambda model: model[1].register_buffer("running_mean", torch.zeros(6)),
+    ):
+        model = new_model()
+        average = FlatAverage(model, ModelEMA(model).ema)
+        assert average.is_valid()
+        change(model)
+        assert not average.is_valid()

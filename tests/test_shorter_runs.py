@@ -1,0 +1,159 @@
+"""Whole runs with the flags that shorten or stage them, and several processes that stop and resume together."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from tests import small_run
+from tests.test_train import CPU_ONLY, ROOT, SLOW_WARMUP, no_pictures, results_of  # noqa: F401  (a fixture)
+from utils import full_state
+from utils.checkpoint import read_checkpoint
+from utils.plots import read_results
+
+FAST_WARMUP = {"warmup_min_iters": 1, "warmup_epochs": 0.0}
+
+
+@pytest.fixture
+def opened(monkeypatch, no_pictures):  # noqa: F811
+    """The Loaders of the runs of a test."""
+    seen, original = [], train.open_loaders
+    monkeypatch.setattr(train, "open_loaders", lambda *args: seen.append(original(*args)) or seen[-1])
+    return seen
+
+
+def test_subset_leaves_validation_alone(tmp_path, opened):
+    for seed in "112":
+        small_run.run(tmp_path, "--epochs", "1", "--subset-size", "4", "--subset-seed", seed, num_images=12)
+    names = [[Path(name).name for name in loaders.dataset.img_files] for loaders in opened]
+    assert names[0] == names[1] != names[2] and all(len(chosen) == 4 for chosen in names)
+    assert all(len(loaders.val.dataset) == 12 for loaders in opened)
+    assert {int(row[0]) for labels in opened[0].dataset.labels for row in labels} == {0, 1}
+
+
+def test_overfit_trains_and_validates_on_the_same_images(tmp_path, opened):
+    run = small_run.run(tmp_path, "--overfit", "--subset-size", "4", "--batch-size", "2", num_images=6)
+    (loaders,) = opened
+    assert sorted(loaders.dataset.img_files) == sorted(loaders.val.dataset.img_files)
+    assert [Path(name).name for name in loaders.dataset.img_files] == [f"{i:02d}.png" for i in range(4)]
+    first, second = ([images for images, *_ in loaders.train] for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), "the same batches in each epoch"
+    state = full_state.of(read_checkpoint(run / "weights" / "last_full.pt"))
+    assert state["accumulate"] == 1, "each batch is a step"
+
+
+def test_epochs_of_few_batches(tmp_path, opened):
+    run = small_run.run(tmp_path, "--max-iter", "2", "--batch-size", "1", "--epochs", "3", hyp=FAST_WARMUP)
+    assert len(opened[0].train) == 2 and len(opened[0].val) == 3, "validation is complete"
+    assert read_results(run / "results.txt").shape == (3, 15)
+    assert opened[0].train.sampler.epoch == 1, "three epochs of two batches are one pass"
+
+
+def test_rhythm_of_validation_and_of_files(tmp_path, no_pictures):  # noqa: F811
+    run = small_run.run(tmp_path, "--epochs", "9", "--eval-interval", "4", "--save-period", "2", hyp=SLOW_WARMUP)
+    tested = [line.split()[12] != "0" for line in results_of(run).splitlines()]  # the box loss of validation
+    assert tested == [False] * 3 + [True] * 6, "later lines repeat the last validation"
+    table = read_results(run / "results.txt")
+    assert len({tuple(row) for row in table[3:7, 8:]}) == 1 and tuple(table[8, 8:]) != tuple(table[7, 8:])
+    names = {path.name for path in (run / "weights").glob("epoch_*")}
+    assert {"epoch_001.pt", "epoch_003.pt"} <= names and "epoch_002.pt" not in names
+
+
+def test_image_size_by_epoch(tmp_path, opened, monkeypatch):
+    gains, losses = [], train.train_one_epoch
+
+    def train_one_epoch(epoch, num_batches, batches, training, report):
+        gains.append(training.compute_loss.hyp["obj"])
+        return losses(epoch, num_batches, batches, training, report)
+
+    monkeypatch.setattr(train, "train_one_epoch", train_one_epoch)
+    run = small_run.run(tmp_path, "--resize-schedule", "0:64,1:100,3:32", "--epochs", "4", "--cache-images")
+    assert read_results(run / "results.txt")[:, 7].tolist() == [64, 128, 128, 32]
+    assert gains == pytest.approx([small_run.HYP["obj"] * (size / 640) ** 2 for size in (64, 128, 128, 32)])
+    assert opened[0].val.dataset.img_size == 32, "validation has the last size"
+    assert opened[0].dataset.imgs[0].shape[0] == 32, "and the cache is that of the stage"
+
+
+def test_patience_ends_a_run(tmp_path, no_pictures, monkeypatch):  # noqa: F811
+    scores = iter([0.1, 0.5, 0.4, 0.3, 0.2, 0.1])
+    monkeypatch.setattr(train, "fitness", lambda results: next(scores))
+    run = small_run.run(tmp_path, "--epochs", "6", "--patience", "2")
+    assert read_results(run / "results.txt")[:, 0].tolist() == [0, 1, 2, 3]
+    full = read_checkpoint(run / "weights" / "last_full.pt")
+    assert (full_state.of(full)["best_epoch"], full.epoch, full.best_fitness) == (1, 3, 0.5)
+    assert read_checkpoint(run / "weights" / "last.pt").epoch == -1
+    last = str(run / "weights" / "last.pt")
+    with pytest.raises(train.cli.NothingToDo, match="stopped by --patience 2 after epoch 3; --resume with a larger"):
+        small_run.run_line(["--resume", last])
+    small_run.run_line(["--resume", last, "--patience", "4", "--device", "cpu"])
+    assert read_results(run / "results.txt")[:, 0].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+BOTH_RANKS = """
+import sys
+sys.path.insert(0, {root!r})
+import torch, train
+from tests import small_run
+from utils import dist, stopping
+from utils.options import train_parser
+
+ranks = dist.read_ranks()
+dist.start_processes(ranks, torch.device("cpu"))
+original, fitness = stopping.epochs_to_train, train.fitness
+
+
+class Interrupted(Exception):
+    pass
+
+
+def run(*line, stop_at=None):
+    seen = []
+
+    def epochs_to_train(*args):
+        for epoch in original(*args):
+            if epoch == stop_at:
+                raise Interrupted
+            seen.append(epoch)
+            yield epoch
+
+    stopping.epochs_to_train = epochs_to_train
+    sys.argv = ["train.py", *line]
+    opt = train.prepare_train_options(train_parser().parse_args(line), ranks)
+    train.open_run_folder(opt, ranks)
+    try:
+        train.train(train.load_hyp(opt.hyp), opt, train.load_data_yaml(opt.data), torch.device("cpu"), ranks)
+    except Interrupted:
+        pass
+    torch.distributed.barrier()
+    return seen
+
+
+line = {line!r}
+run(*line, "--name", "reference")
+run(*line, stop_at=1)
+assert run("--resume", {last!r}, "--device", "cpu") == [1, 2]
+scores = iter([0.5, 0.4, 0.3, 0.2])
+train.fitness = lambda results: next(scores)
+assert run(*line, "--patience", "1", "--epochs", "4", "--name", "patience") == [0, 1], "on both ranks"
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_resume_bit_equal_and_stop_together(tmp_path):
+    last = tmp_path / "runs" / "run" / "weights" / "last.pt"
+    line = small_run.arguments(tmp_path, "--batch-size", "4", "--epochs", "3", num_images=8)
+    script = tmp_path / "both_ranks.py"
+    script.write_text(BOTH_RANKS.format(root=str(ROOT), line=line, last=str(last)))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29617"]
+    done = subprocess.run([*launcher, str(script)], env=CPU_ONLY, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    reference = tmp_path / "runs" / "reference"
+    assert results_of(last.parent.parent) == results_of(reference)
+    states = [full_state.of(read_checkpoint(run / "weights" / "last_full.pt"))
+              for run in (last.parent.parent, reference)]  # fmt: skip
+    assert len(states[0]["random_states"]) == 2
+    for name in ("model", "ema"):
+        assert all(torch.equal(value, states[1][name][key]) for key, value in states[0][name].items())
