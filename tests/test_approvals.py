@@ -178,11 +178,11 @@ def test_combinations(monkeypatch):
     monkeypatch.setattr(approval_checks, "has_compile", lambda: False)
     chosen = approval_checks.combinations(on_gpu=False, everything=False)
     assert len(chosen) == 8 and chosen[0] == ([], {}) and (["--fast-dataloader", "--fast-loss"], {}) in chosen
-    known |= {"--fast-step", "--cuda-graph"}
+    known |= {"--fast-step", "--cuda-graph", "--fast"}
     monkeypatch.setattr(approval_checks, "has_compile", lambda: True)
-    assert len(approval_checks.combinations(on_gpu=False, everything=False)) == 16 + 2
-    assert len(approval_checks.combinations(on_gpu=True, everything=False)) == 24 + 2
-    assert len(approval_checks.combinations(on_gpu=True, everything=True)) == 24 * 2
+    assert len(approval_checks.combinations(on_gpu=False, everything=False)) == 16 + 1 + 2
+    assert len(approval_checks.combinations(on_gpu=True, everything=False)) == 24 + 1 + 2
+    assert len(approval_checks.combinations(on_gpu=True, everything=True)) == 24 * 2 + 1
 
 
 def test_results_that_agree():

@@ -15,8 +15,8 @@ from utils.options import train_parser
 
 REQUIRED = ("--fast-dataloader", "--persistent-workers", "--worker-tensor", "--micro-batch-size", "--prefetch-factor",
             "--fast-loss", "--ota-last", "--seed")  # fmt: skip
-FURTHER = ("--fast-step", "--sync-interval", "--cuda-graph", "--fast", "--amp", "--subset-size", "--overfit",
-           "--resize-schedule", "--max-iter", "--eval-interval", "--patience")  # fmt: skip
+FURTHER = ("--fast-step", "--sync-interval", "--cuda-graph", "--fast", "--fast-val", "--amp", "--subset-size",
+           "--overfit", "--resize-schedule", "--max-iter", "--eval-interval", "--patience")  # fmt: skip
 SHORTCUT = """import sys
 sys.argv = ['train.py', '--fast-dataloader', '--workers', '8']
 exec(open('train.py').read().split('opt = parser.parse_args()')[0] + 'opt = parser.parse_args(); \
@@ -24,7 +24,8 @@ print(opt.fast_dataloader, opt.persistent_workers, opt.worker_tensor)')
 """
 WRONG = (["--epochs", "0"], ["--micro-batch-size", "-1"], ["--nonsense"], ["--data", "none.yaml"])
 TIMEOUT_PERFORMANCE = 3600  # seconds for one run of the performance comparison
-LOSS_TOLERANCE = 0.10  # of the training loss of an epoch between flags; chance on a GPU differs by less
+# How far training losses may differ between flags, relative: rounding differs, and every step makes more of it.
+FIRST_EPOCH, LATER_EPOCHS = 0.01, 0.25
 
 
 def call(*words, environment=None):
@@ -90,7 +91,7 @@ def compiled_run(setup: Setup):
         raise NotMeasured("USE_COMPILE is not in this version")
     eager = setup.train("no flag")
     run = setup.train("USE_COMPILE=1", environment={"USE_COMPILE": "1"})
-    equality = same_results(eager, run, LOSS_TOLERANCE)
+    equality = same_results(eager, run, LATER_EPOCHS)
     if "Model compiled successfully" in run.log():
         return f"Model compiled successfully; {equality}"
     warning = next((line for line in run.log().splitlines() if "compile" in line.lower()), None)
@@ -125,7 +126,7 @@ def diagnosis(setup: Setup):
 
 
 def combinations(on_gpu, everything):
-    """[(flags, environment)] to train with: every combination of loader, loss and step; compile with none and all.
+    """[(flags, environment)] to train with: loader, loss and step combined; --fast; compile with none and all.
 
     With `everything`, compile joins every combination.
     """
@@ -136,7 +137,7 @@ def combinations(on_gpu, everything):
     if on_gpu and "--cuda-graph" in known:
         steps.append("--fast-step --cuda-graph")
     flags = [" ".join(filter(None, chosen)).split() for chosen in itertools.product(loaders, losses, steps)]
-    chosen = [(words, {}) for words in flags]
+    chosen = [(words, {}) for words in flags] + ([(["--fast"], {})] if "--fast" in known else [])
     if has_compile():
         chosen += [(words, {"USE_COMPILE": "1"}) for words in (flags if everything else (flags[0], flags[-1]))]
     return chosen
@@ -153,7 +154,7 @@ def gpu_is_used(setup):
 
 def all_combinations(setup: Setup):
     chosen = combinations(gpu_is_used(setup), setup.all_combinations)
-    reference, worst = None, ("", 0.0)
+    reference, largest = None, [0.0] * 3
     for words, environment in chosen:
         name = " ".join([*(f"{key}={value}" for key, value in environment.items()), *words]) or "no flag"
         print(f"    {name}", flush=True)
@@ -161,19 +162,22 @@ def all_combinations(setup: Setup):
         losses = [row[observe.LOSS] for row in run.rows]
         expect(all(map(math.isfinite, losses)), f"{name}: training losses {losses}")
         reference = reference or losses
-        away = max(abs(a - b) / b for a, b in zip(losses, reference, strict=True))
-        expect(away <= LOSS_TOLERANCE, f"{name}: training loss {away:.1%} away from the run without flags")
-        worst = max(worst, (name, away), key=lambda pair: pair[1])
-    return (
-        f"{len(chosen)} combinations, 3 epochs each; the loss differs by at most {worst[1]:.2%} ({worst[0] or 'none'})"
-    )
+        away = [abs(a - b) / b for a, b in zip(losses, reference, strict=True)]
+        within = away[0] <= FIRST_EPOCH and max(away) <= LATER_EPOCHS
+        expect(within, f"{name}: training losses differ by {_percent(away)} from those without flags")
+        largest = [max(pair) for pair in zip(largest, away, strict=True)]
+    return f"{len(chosen)} combinations; their losses differ by at most {_percent(largest)} in epochs 1, 2 and 3"
+
+
+def _percent(shares):
+    return ", ".join(f"{share:.2%}" for share in shares)
 
 
 def fastest(setup):
     """The flags of everything that this machine can run."""
     if "--fast" in observe.known_flags():
         return "--fast"
-    return " ".join(combinations(gpu_is_used(setup), False)[-1][0])
+    return "--fast-dataloader --fast-loss"
 
 
 def performance(setup: Setup):

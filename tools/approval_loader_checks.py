@@ -79,10 +79,13 @@ def log_messages(name):
     handler.emit = lambda record: messages.append(record.getMessage())
     logger = logging.getLogger(name)
     logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.WARNING)
     try:
         yield messages
     finally:
         logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def measure_loaders(setup, variants):

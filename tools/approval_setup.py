@@ -70,7 +70,7 @@ class Setup:
             Path(self.data).write_text(yaml.safe_dump(content | {"names": list(NAMES)}, sort_keys=False))
             if not self.hyp:
                 base = PROJECT_ROOT / "data" / "hyp.shapes.yaml"
-                self.hyp = str(observe.write_hyp(base, {"loss_ota": 1, "lr0": 0.01}, self.out / "hyp.yaml"))
+                self.hyp = str(observe.write_hyp(base, {"loss_ota": 1, "lr0": 0.003}, self.out / "hyp.yaml"))
         self.hyp = self.hyp or "data/hyp.scratch.tiny.yaml"
 
     def arguments(self, epochs, *flags, small=True):
