@@ -10,6 +10,7 @@ from collections import defaultdict
 import torch
 
 from tools.bench_loader import children, cpu_seconds
+from utils.finishing import Unfinished
 
 PHASES = ("data", "copy", "forward", "loss", "backward", "optimiser", "EMA", "graph", "read-back", "other")
 
@@ -147,12 +148,18 @@ class Source:
             return
         for images, targets, paths, shapes in self.loader:
             if self.resident or self.last is None:
-                self.last = images.to(self.device, copy=True), targets.clone(), paths, shapes
+                self.last = self._kept(images), targets.clone(), paths, shapes
             self.timeline.mark("copy")
             while self.resident:
                 yield self.last
                 self.timeline.mark("copy")
             yield images, targets, paths, shapes
+
+    def _kept(self, images):
+        """A copy of `images` on the device; those that a worker has not finished are finished in each step."""
+        if isinstance(images, Unfinished):
+            return Unfinished(*(part.to(self.device, copy=True) for part in images))
+        return images.to(self.device, copy=True)
 
 
 class Watched:
