@@ -31,7 +31,7 @@ def case(tmp_path_factory):
     for layer in model.modules():
         if isinstance(layer, torch.nn.BatchNorm2d):
             layer.running_mean.normal_(0, 0.1)
-    for _, bias in model.model[-1].output_biases():
+    for _, bias, *_ in model.model[-1].output_biases():
         bias.data += 2 * torch.randn_like(bias) + 2
     model.hyp, model.gr = small_run.HYP, 1.0
     compute_loss = ComputeLoss(model)

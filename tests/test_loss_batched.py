@@ -128,8 +128,8 @@ def check_low_precision(seed, device, dtype):
         with torch.autocast(device, dtype):
             expected = with_gradients(reference, case)
             for found in (with_gradients(batched, case), with_padding(batched, case)):
-                # on a CPU the reference makes the cross-entropy of the classes in the low precision, too
-                assert_equal(found[:2], expected[:2], rtol=1e-4 if device == "cuda" else 4e-3)
+                # in bfloat16 the reference rounds parts of the loss, on a CPU the cross-entropy of the classes too
+                assert_equal(found[:2], expected[:2], rtol=1e-4 if dtype is torch.float16 else 4e-3)
                 assert_equal(found[2:], expected[2:], rtol=0.02)  # sums of rounded shares, rounded again
 
 

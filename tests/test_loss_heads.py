@@ -158,7 +158,8 @@ def test_in_a_cuda_graph(kind, changes):
     compute_loss = route_losses(model, kind)
     maps = [[level.detach().requires_grad_() for level in levels] for levels in model(IMAGES.cuda())]
     shapes = level_shapes(maps)
-    few = compute_loss.prepare(SMALL_TARGETS[:2], shapes, (64, 64))
+    many = compute_loss.prepare(SMALL_TARGETS, shapes, (64, 64))
+    few = compute_loss.prepare(SMALL_TARGETS[:2], shapes, (64, 64), at_least=[plan.sizes for plan in many])
     static = [plan.to(torch.device("cuda")) for plan in few]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from utils import metrics_batched, nms, nms_batched
 from utils.boxes import xywh2xyxy
 from utils.loss_batched import BatchedLoss
+from utils.loss_heads import has_several_heads, in_float32, level_shapes, route_losses
 from utils.metrics import IOU_THRESHOLDS, Scores
 
 HEADER = ("%20s" + "%12s" * 6) % ("Class", "Images", "Labels", "P", "R", "mAP@.5", "mAP@.5:.95")
@@ -41,7 +42,7 @@ class Truth:
     pad: torch.Tensor  # [images x 1 x 4] pixels that the letterbox added on the left and above
     gain: torch.Tensor  # [images x 1 x 1] by which it scaled
     limit: torch.Tensor  # [images x 1 x 4] width and height of the file
-    plan: object = None  # of the loss
+    plans: tuple = ()  # of the loss
 
     def to_native(self, boxes_xyxy):
         """Boxes [images x k x 4] in pixels of the network input to pixels of the files, clipped to them."""
@@ -81,7 +82,7 @@ class FastValidation:
             predictions, maps = model(pixels)
             truth = self._truth(index, targets, shapes, pixels, maps)
             if self.loss:
-                losses += self.loss.compute([m.float() for m in maps], [truth.plan])[1][:3]
+                losses += self.loss.compute(in_float32(maps), truth.plans)[1][:3]
             detections = detect(predictions, conf_thres, iou_thres)
             if single_cls:
                 detections.rows[..., 5] = 0
@@ -96,8 +97,8 @@ class FastValidation:
             known = make_truth(targets, shapes, tuple(pixels.shape[2:]), pixels.device)
             if self.loss:
                 padded = pixels.device.type != "cpu"
-                (plan,) = self.loss.prepare(known.targets, [m.shape for m in maps], padded=padded)
-                known.plan = plan.to(pixels.device)
+                plans = self.loss.prepare(known.targets, level_shapes(maps), padded=padded)
+                known.plans = tuple(plan.to(pixels.device) for plan in plans)
             self.truths[index] = known
         return known
 
@@ -125,7 +126,8 @@ def _batched(compute_loss):
     """The batched twin of a reference loss, as `loss.ComputeLoss`; None of None."""
     if compute_loss is None:
         return None
-    return BatchedLoss(SimpleNamespace(model=compute_loss.layers, hyp=compute_loss.hyp, gr=compute_loss.gr))
+    model = SimpleNamespace(model=compute_loss.layers, hyp=compute_loss.hyp, gr=compute_loss.gr)
+    return route_losses(model, BatchedLoss) if has_several_heads(model) else BatchedLoss(model)
 
 
 def make_truth(targets, shapes, network_shape, device):
