@@ -25,7 +25,7 @@ from utils.ema import ModelEMA
 from utils.evolve import evolve
 from utils.feed import Trainable, multi_scaled
 from utils.hyp import load_hyp, save_hyp, scale_hyp
-from utils.labels import check_class_ids, check_has_boxes, check_nothing_dropped
+from utils.labels import check_has_boxes, check_labels
 from utils.metrics import fitness
 from utils.options import round_up, save_options, train_parser
 from utils.report import open_report
@@ -203,11 +203,9 @@ def open_loaders(opt, hyp, data, stride, ranks, first_epoch):
         rect=opt.rect, rank=ranks.rank, world_size=ranks.world_size, workers=opt.workers,
         image_weights=opt.image_weights, quad=opt.quad, prefix="train: ", **fast,
     )  # fmt: skip
-    check_class_ids(dataset.labels, dataset.label_files, data.nc, data.names)
+    check_labels(dataset, data, opt.strict_data)
     if opt.total_batch_size > len(dataset):
         logger.warning("--batch-size %d: there are only %d training images", opt.total_batch_size, len(dataset))
-    if opt.strict_data:
-        check_nothing_dropped(dataset.findings)
     if not opt.allow_background:
         check_has_boxes(dataset.labels, dataset.label_files)
     if not ranks.is_main:
@@ -217,9 +215,7 @@ def open_loaders(opt, hyp, data, stride, ranks, first_epoch):
         cache=not opt.notest and opt.cache_images, rect=True, pad=0.5, world_size=ranks.world_size,
         workers=opt.workers, prefix="val: ", **fast,
     )  # fmt: skip
-    check_class_ids(val_set.labels, val_set.label_files, data.nc, data.names)
-    if opt.strict_data:
-        check_nothing_dropped(val_set.findings)
+    check_labels(val_set, data, opt.strict_data)
     return Loaders(train_loader, val_loader, dataset, image_size)
 
 
