@@ -23,7 +23,7 @@ from utils.dist import select_device
 from utils.files import atomic_write, check_can_be_made, check_file, increment_path
 from utils.head_scores import heads_of, score_heads
 from utils.image_grid import plot_images
-from utils.labels import check_class_ids, check_nothing_dropped
+from utils.labels import check_labels
 from utils.loss_heads import in_float32
 from utils.metrics import ConfusionMatrix, DetectionScores
 from utils.nms import non_max_suppression
@@ -159,9 +159,7 @@ def open_loader(opt, data, split, image_size, stride, batch_size):
     loader, dataset = create_dataloader(
         path, image_size, batch_size, stride, opt, pad=0.5, rect=True, prefix=f"{split}: "
     )
-    check_class_ids(dataset.labels, dataset.label_files, data.nc, data.names)
-    if opt.strict_data:
-        check_nothing_dropped(dataset.findings)
+    check_labels(dataset, data, opt.strict_data)
     return loader
 
 

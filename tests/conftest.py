@@ -1,5 +1,6 @@
 """What every test shares: one thread, the checkout on the path, and the parity table at the end."""
 
+import logging
 import sys
 from pathlib import Path
 
@@ -21,6 +22,14 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def log_level():
+    """A program that a test runs in this process sets the level of the root logger."""
+    before = logging.root.level
+    yield
+    logging.root.setLevel(before)
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ __all__ = [
     "ScannedDataset",
     "check_class_ids",
     "check_has_boxes",
+    "check_labels",
     "check_nothing_dropped",
     "expand_paths",
     "img2label_paths",
@@ -190,6 +191,13 @@ def _with_reasons(text, reasons):
 
 def _in_words(counts):
     return f"{counts[FOUND]} found, {counts[MISSING]} missing, {counts[EMPTY]} empty, {counts[DROPPED]} dropped"
+
+
+def check_labels(dataset, data, strict=False):
+    """Raise ValueError for class ids beyond the data yaml and, with `strict`, for everything that the scan dropped."""
+    check_class_ids(dataset.labels, dataset.label_files, data.nc, data.names)
+    if strict:
+        check_nothing_dropped(dataset.findings)
 
 
 def check_nothing_dropped(findings):

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from utils import fastpaths, random_state, resize_schedule, subset
 from utils.datasets import LoadImagesAndLabels, create_dataloader
-from utils.labels import check_class_ids, check_has_boxes, check_nothing_dropped
+from utils.labels import check_has_boxes, check_labels
 from utils.options import round_up
 from utils.resize_schedule import Sizes
 
@@ -66,7 +66,7 @@ def open_train_loader(opt, hyp, data, stride, ranks, device, image_size, first_e
         image_weights=opt.image_weights, quad=opt.quad, prefix="train: ", pick=subset.picker(opt),
         **fastpaths.loader_options(opt, first_epoch, device),
     )  # fmt: skip
-    _check_labels(dataset, opt, data)
+    check_labels(dataset, data, opt.strict_data)
     if opt.total_batch_size > len(dataset):
         logger.warning("--batch-size %d: there are only %d training images", opt.total_batch_size, len(dataset))
     if not opt.allow_background:
@@ -85,11 +85,5 @@ def open_val_loader(opt, hyp, data, stride, ranks, image_size, first_epoch):
         cache=not opt.notest and opt.cache_images, rect=True, pad=0.5, world_size=ranks.world_size,
         workers=opt.workers, prefix="val: ", pick=pick, **fast,
     )  # fmt: skip
-    _check_labels(dataset, opt, data)
+    check_labels(dataset, data, opt.strict_data)
     return loader
-
-
-def _check_labels(dataset, opt, data):
-    check_class_ids(dataset.labels, dataset.label_files, data.nc, data.names)
-    if opt.strict_data:
-        check_nothing_dropped(dataset.findings)
