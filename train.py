@@ -87,7 +87,7 @@ def train(hyp, opt, data, device, ranks):
     num_batches = len(loaders.train)
     num_warmup = optim.warmup_length(hyp, num_batches, progress.epochs)
     loss_of_epoch, validation_loss = paths.losses(model, progress.epochs)
-    loss_factor = ranks.world_size * (4 if opt.quad else 1)
+    loss_factor = ranks.world_size * (4 if opt.quad else 1) * subset.batch_weight(opt, len(loaders.dataset))
     called = dist.data_parallel(model, device, ranks, opt.device, opt.sync_bn)
     fastpaths.compile_model(called, opt, report.exclude)
     training.start(called, loss_of_epoch(progress.start_epoch), loss_factor, progress.start_epoch, num_warmup)
@@ -206,7 +206,9 @@ def make_twin(model):
 
 def open_training(model, stored, hyp, opt, nc, ranks):
     """The Training of a model, with the state of the Checkpoint `stored` if it has one, and the Progress of the run."""
-    # an epoch of --overfit is too short to collect gradients over several batches
+    if opt.overfit:
+        subset.quicken_statistics(model)
+    # see subset.batch_weight
     step_batch = optim.NOMINAL_BATCH if opt.overfit else opt.total_batch_size
     decay = optim.scaled_weight_decay(hyp["weight_decay"], step_batch)
     optimizer = optim.build_optimizer(model, hyp["lr0"], hyp["momentum"], decay, opt.adam)

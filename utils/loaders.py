@@ -75,14 +75,14 @@ def open_train_loader(opt, hyp, data, stride, ranks, device, image_size, first_e
 
 
 def open_val_loader(opt, hyp, data, stride, ranks, image_size, first_epoch):
-    """The validation loader; --overfit validates on its training images."""
+    """The validation loader; --overfit validates on its training images, placed as in training."""
     path, pick = (data.train, subset.picker(opt)) if opt.overfit else (data.val, None)
     fast = fastpaths.loader_options(opt, first_epoch)
     if fast:
         fast["max_batches"] = None  # --max-iter shortens training only
     loader, dataset = create_dataloader(
         path, image_size, opt.test_batch_size or opt.batch_size * 2, stride, opt, hyp=hyp,
-        cache=not opt.notest and opt.cache_images, rect=True, pad=0.5, world_size=ranks.world_size,
+        cache=not opt.notest and opt.cache_images, rect=not opt.overfit, pad=0.5, world_size=ranks.world_size,
         workers=opt.workers, prefix="val: ", pick=pick, **fast,
     )  # fmt: skip
     check_labels(dataset, data, opt.strict_data)
