@@ -125,10 +125,10 @@ def test_a_failed_last_write_is_raised_before_the_files_are_read(tmp_path, monke
 
 
 def test_fast_step_has_its_checkpoints_written_by_a_thread():
-    opt = SimpleNamespace()
-    assert fastpaths.checkpoints(opt) is Checkpoints
-    opt.fast = True
-    assert fastpaths.checkpoints(opt) is BackgroundCheckpoints
+    flags = {"fast_step": False, "cuda_graph": False, "fast": False}
+    assert fastpaths.checkpoints(SimpleNamespace(**flags)) is Checkpoints
+    for name in flags:
+        assert fastpaths.checkpoints(SimpleNamespace(**flags | {name: True})) is BackgroundCheckpoints
 
 
 def test_a_whole_run_leaves_its_files(tmp_path, monkeypatch):

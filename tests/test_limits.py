@@ -8,7 +8,7 @@ from utils import limits
 from utils.evolve import LIMITS as SEARCHED
 from utils.hyp import DEFAULTS, OPTIONAL
 from utils.options import test_parser as parser_of_test
-from utils.options import train_parser
+from utils.options import layer_range, train_parser
 
 TABLES = {"train": limits.TRAIN_OPTIONS, "test": limits.TEST_OPTIONS, "hyp": limits.HYP}
 ROWS = [(table, name) for table, rows in TABLES.items() for name in rows]
@@ -60,8 +60,8 @@ def test_lists_and_what_is_no_number():
 
 @pytest.mark.parametrize(("make_parser", "table"), [(train_parser, "train"), (parser_of_test, "test")])
 def test_every_number_of_a_parser_has_a_row(make_parser, table):
-    unlimited = {"local_rank", "bbox_interval", "save_period"}  # set by launchers; without effect
-    numeric = {action.dest for action in make_parser()._actions if action.type in (int, float)}
+    unlimited = {"local_rank", "bbox_interval"}  # set by launchers; without effect
+    numeric = {action.dest for action in make_parser()._actions if action.type in (int, float, layer_range)}
     assert numeric - unlimited == set(TABLES[table])
     for name in numeric - unlimited:
         assert refusal(table, name, make_parser().get_default(name)) is None, "the default itself passes"

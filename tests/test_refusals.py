@@ -36,7 +36,7 @@ OPTIONS = [
     ("--workers -1", f"--workers -1 is too small: it {MUST} at least 0"),
     ("--label-smoothing 1", f"--label-smoothing 1.0 is too large: it {MUST} at least 0 and below 1"),
     ("--label-smoothing nan", f"--label-smoothing nan is not usable: it {MUST}"),
-    ("--freeze -1", f"--freeze -1 is too small: it {MUST} at least 0"),
+    ("--freeze -1", "argument --freeze: '-1' is neither a layer number nor a range"),
     ("--freeze 99", "--freeze 99: the model has the layers 0 to"),
     ("--freeze 6", "--freeze 6 leaves no layer to train"),
     ("--seed -1", f"--seed -1 is too small: it {MUST} at least 0"),

@@ -130,8 +130,9 @@ def replacement(target):
     """
     target = Path(os.path.realpath(target))  # write through a symbolic link instead of replacing it
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
-    descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
+    descriptor = None
     try:
+        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
         if fcntl is None:  # a system without such locks does not rename open files either
             os.close(descriptor)
         else:
@@ -145,7 +146,7 @@ def replacement(target):
             raise OSError(error.errno, os.strerror(error.errno), str(target)) from error
         raise
     finally:
-        if fcntl is not None:
+        if fcntl is not None and descriptor is not None:
             os.close(descriptor)
 
 

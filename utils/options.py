@@ -180,10 +180,10 @@ def check_train_options(opt):
         raise ValueError("give --cfg (a model yaml) or --weights (a checkpoint): there is nothing to train")
     if opt.transfer_weights and not opt.weights:
         raise ValueError("--transfer-weights takes backbone and neck from --weights; give a checkpoint there")
-    if opt.batch_size == 0 or (opt.batch_size == -1 and "," in opt.device):
-        raise ValueError(
-            f"--batch-size {opt.batch_size} has to be at least 1 here; -1, what fits, is for one GPU a process"
-        )
+    if opt.batch_size == 0:
+        raise ValueError("--batch-size 0 is too small: it has to be at least 1, or -1 for what fits the GPU")
+    if opt.batch_size == -1 and "," in opt.device:
+        raise ValueError("--batch-size -1, what fits, is for one GPU a process; give a number, or start with torchrun")
     _check_shorter_run(opt)
     if len(opt.img_size) > 2 or min(opt.img_size) < 1:
         raise ValueError(f"--img-size {opt.img_size} has to be one or two positive numbers: training, validation")
