@@ -7,8 +7,8 @@ import pytest
 from utils import limits
 from utils.evolve import LIMITS as SEARCHED
 from utils.hyp import DEFAULTS, OPTIONAL
-from utils.options import test_parser as parser_of_test
 from utils.options import layer_range, train_parser
+from utils.options import test_parser as parser_of_test
 
 TABLES = {"train": limits.TRAIN_OPTIONS, "test": limits.TEST_OPTIONS, "hyp": limits.HYP}
 ROWS = [(table, name) for table, rows in TABLES.items() for name in rows]
