@@ -201,7 +201,7 @@ def parsed(line):
         ("--cfg=", "give --cfg .* or --weights"),
         ("--epochs 0", "--epochs 0 is too small: it has to be at least 1"),
         ("--batch-size -2", "--batch-size -2 is too small"),
-        ("--batch-size 0", "--batch-size 0 has to be at least 1"),
+        ("--batch-size 0", "--batch-size 0 is too small: it has to be at least 1"),
         ("--batch-size -1 --device 0,1", "-1, what fits, is for one GPU a process"),
         ("--workers -2", "--workers -2 is too small: it has to be at least 0"),
         ("--test-batch-size 0", "--test-batch-size 0 is too small"),
