@@ -121,7 +121,7 @@ class Smoke:
         return f"killed after epoch {epoch}" + (", results.txt is the same" if texts[0] == texts[1] else "")
 
     def overfit(self):
-        epochs = 150
+        epochs = 110
         self.run("overfit", self.train("overfit", "--overfit", "--epochs", epochs, "--eval-interval", 10))
         best = self.results("overfit", epochs)[9:, MAP_COLUMN].max()
         if best < OVERFIT_MAP:
