@@ -35,7 +35,7 @@ from tests import small_run  # noqa: E402
 from utils import cli, full_state, plots  # noqa: E402
 from utils.checkpoint import read_checkpoint  # noqa: E402
 
-MOMENTS = ("time",) * 4 + ("file",) * 4 + ("validation",) * 2 + ("results", "last steps")
+MOMENTS = ("time",) * 4 + ("file",) * 2 + ("checkpoint",) * 3 + ("validation",) * 2 + ("results", "last steps")
 HYP = {"warmup_min_iters": 5, "warmup_epochs": 1.0}
 LIMIT = 300  # seconds that a single start may take
 
@@ -88,9 +88,10 @@ def before_call(owner, name, call, action):
 
 def aim(moment, number, rng, epochs):
     """Change a function of the program so that one of its calls kills the process."""
-    call = rng.randint(1, max(epochs // 3, 1))
-    if moment == "file":
-        tear_a_file(rng.randint(1, 5 * call), int(10 ** rng.uniform(0, 6)), number)
+    call = rng.randint(1, max(epochs - 3, 1))
+    if moment in ("file", "checkpoint"):
+        num_bytes = int(10 ** rng.uniform(0, 6))  # a checkpoint has some 500,000
+        tear_a_file(".pt." if moment == "checkpoint" else ".", rng.randint(1, 2 * epochs), num_bytes, number)
     elif moment == "validation":
         timer = threading.Timer(rng.uniform(0, 0.05), die, [number])
         before_call(train, "evaluate", call, timer.start)
@@ -100,14 +101,15 @@ def aim(moment, number, rng, epochs):
         before_call(train, "rebuild", rng.randint(1, 2), lambda: die(number))
 
 
-def tear_a_file(count, num_bytes, number):
-    """Kill the process in the temporary file that is opened as number `count`, after `num_bytes`."""
+def tear_a_file(name, count, num_bytes, number):
+    """Kill the process in the temporary file with `name` in its name that is opened as number `count`."""
     original, opened = Path.open, []
 
     def open_counted(path, *args, **options):
         file = original(path, *args, **options)
-        opened.extend([path] if path.suffix == ".tmp" else [])
-        return TornFile(file, num_bytes, number) if path.suffix == ".tmp" and len(opened) == count else file
+        is_counted = path.suffix == ".tmp" and name in path.name
+        opened.extend([path] if is_counted else [])
+        return TornFile(file, num_bytes, number) if is_counted and len(opened) == count else file
 
     Path.open = open_counted
 
@@ -214,14 +216,14 @@ def _equal(a, b):
 
 def one_run(folder, line, reference, seconds, kills, rng, rows):
     """Train with up to `kills` kills until the run is done; returns what is wrong with it. `seconds` of a whole run."""
-    run, epochs = folder / "runs" / "run", int(line[line.index("--epochs") + 1])
+    run, epochs = folder / "runs" / "run", train.train_parser().parse_args(line).epochs
     wrong, num_killed = [], 0
     while True:
         last = run / "weights" / "last.pt"
         command = ["--resume", str(last), "--device", "cpu"] if last.exists() else [*line, "--exist-ok"]
         moment = rng.choice(MOMENTS) if num_killed < kills else None
         number = rng.choice((signal.SIGKILL, signal.SIGTERM))
-        ended_by, status = start(command, folder / "log.txt", moment, number, rng, epochs, rng.uniform(0, seconds / 2))
+        ended_by, status = start(command, folder / "log.txt", moment, number, rng, epochs, rng.uniform(0, seconds))
         if ended_by:
             num_killed += 1
             lines, saved = epochs_in(run)
