@@ -20,9 +20,11 @@ from utils.data_yaml import load_data_yaml
 from utils.datasets import create_dataloader
 from utils.detections import TextFiles
 from utils.dist import select_device
-from utils.files import atomic_write, check_file, increment_path
+from utils.files import atomic_write, check_can_be_made, check_file, increment_path
+from utils.head_scores import heads_of, score_heads
 from utils.image_grid import plot_images
-from utils.labels import check_class_ids
+from utils.labels import check_labels
+from utils.loss_heads import in_float32
 from utils.metrics import ConfusionMatrix, DetectionScores
 from utils.nms import non_max_suppression
 from utils.options import check_test_options, round_up, test_parser
@@ -61,7 +63,7 @@ def evaluate(model, loader, nc, names, *, conf_thres=0.001, iou_thres=0.6, singl
         with clock("inference"):
             predictions, maps = model(images, augment=augment)
         if compute_loss is not None:
-            losses += compute_loss([m.float() for m in maps], targets)[1][:3]
+            losses += compute_loss(in_float32(maps), targets)[1][:3]
         in_pixels = targets * targets.new_tensor([1, 1, shape[1], shape[0], shape[1], shape[0]])
         known = [in_pixels[in_pixels[:, 0] == i, 1:] for i in range(len(images))] if hybrid else ()
         with clock("nms"):
@@ -135,9 +137,10 @@ def draw_batch(images, targets, detections, paths, names, stem):
     plots.in_background(plot_images, pixels, found, paths, f"{stem}_pred.jpg", names)
 
 
-def log_scores(scores, names, per_class):
-    """The table of results: one row for all classes and, when asked for, one for each class with labels."""
+def log_scores(scores, names, per_class, heads=()):
+    """The table of results: a row for all classes, one for each HeadScore and, when asked, each class with labels."""
     rows = [("all", scores.num_images, scores.num_labels, scores.precision, scores.recall, scores.map50, scores.map)]
+    rows += [(head.name[:20], scores.num_images, *head[1:]) for head in heads]
     if per_class:
         columns = (scores.classes, scores.class_precision, scores.class_recall, scores.class_ap50, scores.class_ap)
         rows += [
@@ -156,8 +159,17 @@ def open_loader(opt, data, split, image_size, stride, batch_size):
     loader, dataset = create_dataloader(
         path, image_size, batch_size, stride, opt, pad=0.5, rect=True, prefix=f"{split}: "
     )
-    check_class_ids(dataset.labels, dataset.label_files, data.nc, data.names)
+    check_labels(dataset, data, opt.strict_data)
     return loader
+
+
+def fix_one_class_scores(model):
+    """Heads with a single class give it the score 1, in all models of an ensemble."""
+    layers = [layer for layer in model.modules() if hasattr(layer, "fix_one_class_score")]
+    for layer in layers:
+        layer.fix_one_class_score(True)
+    if not layers:
+        logger.warning("--one-class-score has no effect: this model has one head")
 
 
 def check_classes(model, weights, data, opt):
@@ -173,6 +185,8 @@ def score(opt, weights, data, *, image_size, conf_thres, iou_thres, pictures=Tru
     """Load `weights`, score them on the split that opt.task names, print the table; returns an Evaluation."""
     device = select_device(opt.device, opt.batch_size)
     model = attempt_load(weights, map_location=device)
+    if opt.one_class_score:
+        fix_one_class_scores(model)
     if device.type == "cuda":
         model.half()
     check_classes(model, weights, data, opt)
@@ -183,6 +197,8 @@ def score(opt, weights, data, *, image_size, conf_thres, iou_thres, pictures=Tru
     if device.type == "cuda":
         model(torch.zeros(1, 3, image_size, image_size, device=device).half())  # cuDNN's first call is slow
 
+    if not opt.save_dir:  # all input has been found good
+        opt.save_dir = str(increment_path(Path(opt.project) / opt.name, exist_ok=opt.exist_ok))
     sinks = []
     if opt.save_txt or opt.save_hybrid:
         sinks.append(TextFiles(Path(opt.save_dir) / "labels", opt.save_conf))
@@ -194,7 +210,8 @@ def score(opt, weights, data, *, image_size, conf_thres, iou_thres, pictures=Tru
         augment=opt.augment, hybrid=opt.save_hybrid, v5_metric=opt.v5_metric,
         picture_dir=opt.save_dir if pictures else None, sinks=sinks,
     )  # fmt: skip
-    log_scores(result.scores, names, per_class=(opt.verbose or data.nc < 50) and data.nc > 1)
+    heads = score_heads(result.scores, () if opt.single_cls else heads_of(model))
+    log_scores(result.scores, names, (opt.verbose or data.nc < 50) and data.nc > 1, heads)
     result.times = (*result.times, image_size, image_size, opt.batch_size)
     logger.info("Speed: %.1f/%.1f/%.1f ms inference/NMS/total per %gx%g image at batch-size %g", *result.times)
     if coco_results:
@@ -241,7 +258,8 @@ def main(opt):
     opt.data = check_file(opt.data)
     split = opt.task if opt.task in ("train", "val", "test") else "val"
     data = load_data_yaml(opt.data, opt.single_cls, needed=(split,))
-    opt.save_dir = str(increment_path(Path(opt.project) / opt.name, exist_ok=opt.exist_ok))
+    check_can_be_made(opt.project)
+    opt.save_dir = ""
     thresholds = {"conf_thres": opt.conf_thres, "iou_thres": opt.iou_thres}
     if opt.task == "speed":
         for weights in opt.weights:
@@ -259,14 +277,14 @@ def study(opt, data, thresholds):
     """Accuracy and speed of each of the weights over image sizes: one text file each, and one picture."""
     files = []
     for weights in opt.weights:
-        path = Path(opt.save_dir) / f"study_{Path(opt.data).stem}_{Path(weights).stem}.txt"
-        if path in files:  # two best.pt
-            path = path.with_stem(f"{path.stem}_{len(files) + 1}")
         rows = []
         for image_size in range(256, 1536 + 128, 128):
             logger.info("Study: %s at %d px", weights, image_size)
             result = score(opt, [weights], data, image_size=image_size, pictures=False, **thresholds)
             rows.append(result.results + result.times)
+        path = Path(opt.save_dir) / f"study_{Path(opt.data).stem}_{Path(weights).stem}.txt"
+        if path in files:  # two best.pt
+            path = path.with_stem(f"{path.stem}_{len(files) + 1}")
         np.savetxt(path, rows, fmt="%10.4g")
         files.append(path)
     plots.plot_study(files, Path(opt.save_dir) / "study.png")

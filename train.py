@@ -14,13 +14,15 @@ from torch.optim.lr_scheduler import LambdaLR
 from models.experimental import rebuild
 from models.yolo import Model
 from test import evaluate, log_scores, score_checkpoint
-from utils import auto_batch, cli, dist, fastpaths, full_state, optim, random_state, stopping, subset
+from utils import auto_batch, cli, dist, fastpaths, full_state, head_config, optim, random_state, stopping, subset
 from utils.autoanchor import check_anchors
-from utils.checkpoint import Checkpoints, NoCheckpoints, read_checkpoint, transfer
+from utils.checkpoint import NoCheckpoints, check_finite, read_checkpoint, take_body, transfer
+from utils.compile_report import explain
 from utils.data_yaml import load_data_yaml
 from utils.ema import ModelEMA
 from utils.evolve import evolve
 from utils.feed import Trainable, multi_scaled
+from utils.head_scores import heads_of, score_heads
 from utils.hyp import load_hyp, save_hyp, scale_hyp
 from utils.loaders import open_loaders
 from utils.metrics import fitness
@@ -39,11 +41,15 @@ def main(opt):
     ranks = dist.read_ranks(opt.local_rank)
     opt = prepare_train_options(opt, ranks)
     hyp, data = load_hyp(opt.hyp), load_data_yaml(opt.data, opt.single_cls)
+    head_config.of_options(opt, data.nc)  # before anything is written
     device = dist.select_device(opt.device, opt.batch_size, ranks)
+    if fastpaths.is_diagnosis():
+        print(explain(build_model(opt, hyp, data, device)[0], hyp, data.nc, opt.img_size[0]))
+        return
     dist.start_processes(ranks, device)
     auto_batch.settle(opt, hyp, data.nc, device, ranks, lambda: build_model(opt, hyp, data, device)[0])
-    open_run_folder(opt, ranks)
     if opt.evolve:
+        open_run_folder(opt, ranks)
         evolve(partial(train, opt=opt, data=data, device=device, ranks=ranks), hyp, opt.save_dir, opt.evolve)
     else:
         train(hyp, opt, data, device, ranks)
@@ -53,20 +59,25 @@ def main(opt):
 def train(hyp, opt, data, device, ranks):
     """One training run. Returns the last validation: P, R, mAP@.5, mAP@.5:.95, box, obj and cls loss."""
     dist.init_seeds(2 + ranks.rank)
-    paths = fastpaths.choose(opt, device)
+    paths = fastpaths.choose(opt, device, make_twin)
+    given_hyp = hyp  # what hyp.yaml keeps: a resumed run changes it again
     hyp = subset.overfit_hyp(hyp) if opt.overfit else hyp
+    if opt.auto_lr:
+        hyp = optim.for_large_batch(hyp, opt.total_batch_size)
 
     model, stored = build_model(opt, hyp, data, device)
     freeze_layers(model, opt.freeze)
     training, progress = open_training(model, stored, hyp, opt, data.nc, ranks)
-    report, checkpoints = open_records(opt, hyp, data, ranks, progress)
+    steps = paths.steps(training)
 
     stride = max(int(model.stride.max()), 32)
-    loaders = open_loaders(opt, hyp, data, stride, ranks, progress.start_epoch)
+    loaders = open_loaders(opt, hyp, data, stride, ranks, progress.start_epoch, device)
+    report, checkpoints = open_records(opt, given_hyp, data, ranks, progress, heads_of(model))
+    report.also(steps.scalars)
     if not opt.resume:
         report.labels(loaders.dataset.labels)
-        if ranks.is_main and not opt.noautoanchor:  # the other processes receive the anchors with the weights
-            check_anchors(loaders.dataset, model, thr=hyp["anchor_t"], imgsz=loaders.sizes.final)
+        if ranks.is_main:  # the other processes receive the anchors with the weights
+            check_anchors(loaders.dataset, model, hyp["anchor_t"], loaders.sizes.final, refit=not opt.noautoanchor)
             training.ema.copy_anchors(model)
         model.half().float()  # stock behaviour: a fresh run starts from weights rounded to half precision
     prepare_model(model, hyp, opt, data, loaders.dataset.labels, loaders.sizes.final)
@@ -78,10 +89,12 @@ def train(hyp, opt, data, device, ranks):
     loss_of_epoch, validation_loss = paths.losses(model, progress.epochs)
     loss_factor = ranks.world_size * (4 if opt.quad else 1) * subset.batch_weight(opt, len(loaders.dataset))
     called = dist.data_parallel(model, device, ranks, opt.device, opt.sync_bn)
+    fastpaths.compile_model(called, opt, report.exclude)
     training.start(called, loss_of_epoch(progress.start_epoch), loss_factor, progress.start_epoch, num_warmup)
-    validate = partial(validate_ema, training.ema, loaders.val, data, validation_loss, opt, device)
+    quick = fastpaths.validation(opt)
+    validate = partial(validate_ema, training.ema, loaders.val, data, validation_loss, opt, device, quick)
 
-    started = time.time()
+    started = time.monotonic()
     trainable = Trainable(int(model.stride.max()))
     random_state.resume(progress, ranks)
     for epoch in stopping.epochs_to_train(progress, opt.patience, ranks, device):
@@ -93,11 +106,12 @@ def train(hyp, opt, data, device, ranks):
         batches = paths.feed(loaders.train, device)
         if opt.multi_scale:
             batches = multi_scaled(batches, loaders.image_size, stride)
-        rates = train_one_epoch(epoch, num_batches, trainable(batches), training, report)
+        rates = train_one_epoch(epoch, num_batches, trainable(batches), steps, report)
         progress.trained, progress.random_states = progress.trained + 1, random_state.of_all_ranks(ranks)
         if ranks.is_main:
             finish_epoch(epoch, rates, opt, training, progress, validate, report, checkpoints)
-    hours = (time.time() - started) / 3600
+    steps.finish()
+    hours = (time.monotonic() - started) / 3600
     logger.info("%d epochs completed in %.3f hours", progress.trained, hours)
     finish_run(opt, data, loaders, report, checkpoints)
     return progress.results
@@ -118,12 +132,9 @@ def train_one_epoch(epoch, num_batches, batches, training, report):
     """
     training.begin_epoch()
     for i, batch in enumerate(report.epoch(epoch, batches, num_batches)):
-        iteration = i + num_batches * epoch
-        training.warm_up(iteration, epoch)
-        items = training.forward_backward(batch)
-        if iteration % training.accumulate == 0:
-            training.update()
+        items = training.step(i + num_batches * epoch, epoch, batch)
         report.batch(items, batch.images, batch.targets, batch.paths)
+    report.losses(training.late_items())
     return training.end_epoch()
 
 
@@ -133,8 +144,9 @@ def finish_epoch(epoch, rates, opt, training, progress, validate, report, checkp
     is_last = epoch + 1 == progress.epochs
     is_tested = is_last or stopping.is_tested(epoch, opt)
     if is_tested:
-        progress.results, progress.maps = validate(is_last)
+        progress.results, progress.maps, heads = validate(is_last)
         progress.tested_epoch = epoch
+        report.heads_done(heads)
     report.epoch_done(progress.results, rates, progress.maps if is_tested else None)
     score_now = float(fitness(np.array(progress.results)))
     is_best = is_tested and score_now >= progress.best_fitness
@@ -146,30 +158,50 @@ def finish_epoch(epoch, rates, opt, training, progress, validate, report, checkp
         validate(True)  # this was the last epoch after all: its pictures
 
 
-def validate_ema(ema, loader, data, compute_loss, opt, device, is_last):
-    """Score the moving average (in half precision on a GPU); returns its results and the AP of every class."""
-    evaluation = evaluate(
+def validate_ema(ema, loader, data, compute_loss, opt, device, quick, is_last):
+    """Score the moving average (in half precision on a GPU); returns results, AP of classes, HeadScores.
+
+    `quick` (None: test.evaluate) scores without pictures, so the last validation goes without it.
+    """
+    pictures = is_last and not opt.evolve
+    run = quick if quick and not pictures else partial(evaluate, picture_dir=opt.save_dir if pictures else None)
+    evaluation = run(
         ema.ema_for_evaluation(half=device.type == "cuda"), loader, data.nc, data.names, single_cls=opt.single_cls,
         compute_loss=compute_loss, v5_metric=opt.v5_metric,
-        picture_dir=opt.save_dir if is_last and not opt.evolve else None,
     )  # fmt: skip
-    log_scores(evaluation.scores, data.names, per_class=is_last and 1 < data.nc < 50)
-    return evaluation.results, evaluation.maps
+    heads = score_heads(evaluation.scores, heads_of(ema.ema))
+    log_scores(evaluation.scores, data.names, is_last and 1 < data.nc < 50, heads)
+    return evaluation.results, evaluation.maps, heads
 
 
 def build_model(opt, hyp, data, device):
     """The model to train, and the Checkpoint it starts from (None from scratch)."""
+    build = partial(Model, ch=3, nc=data.nc, anchors=hyp.get("anchors"))
+    heads = None if opt.resume else head_config.of_options(opt, data.nc)  # a resumed model says it itself
     if not opt.weights:
-        return Model(opt.cfg, ch=3, nc=data.nc, anchors=hyp.get("anchors")).to(device), None
+        return build(opt.cfg, head_config=heads).to(device), None
     stored = read_checkpoint(opt.weights)
     source = stored.model or stored.ema
+    check_finite(source, opt.weights)
     if not opt.cfg and source.yaml is None:
         raise ValueError(f"{opt.weights} does not say which model it belongs to; give --cfg")
-    model = Model(opt.cfg or source.yaml, ch=3, nc=data.nc, anchors=hyp.get("anchors")).to(device)
+    if heads is None and not opt.cfg:
+        heads = head_config.of_model_yaml(source.yaml, opt.weights)
+    model = build(opt.cfg or source.yaml, head_config=heads).to(device)
+    if opt.transfer_weights and not opt.resume:
+        take_body(model, source.state, opt.weights)
+        return model, None
     keep_anchors = (opt.cfg or hyp.get("anchors")) and not opt.resume
     num_taken = transfer(model, source.state, exclude=("anchor",) if keep_anchors else ())
     logger.info("Transferred %d/%d items from %s", num_taken, len(model.state_dict()), opt.weights)
     return model, stored
+
+
+def make_twin(model):
+    """The form of `model` that trains fastest on a GPU; imported only then, for it needs Triton."""
+    from models.twin import training_twin
+
+    return training_twin(model)
 
 
 def open_training(model, stored, hyp, opt, nc, ranks):
@@ -181,7 +213,7 @@ def open_training(model, stored, hyp, opt, nc, ranks):
     decay = optim.scaled_weight_decay(hyp["weight_decay"], step_batch)
     optimizer = optim.build_optimizer(model, hyp["lr0"], hyp["momentum"], decay, opt.adam)
     scheduler = LambdaLR(optimizer, optim.lr_factor(opt.epochs, hyp["lrf"], opt.linear_lr))
-    training = Training(model, hyp, step_batch, optimizer, scheduler, ModelEMA(model))
+    training = Training(model, hyp, step_batch, optimizer, scheduler, ModelEMA(model), opt.amp)
     progress = training.restore(stored, opt.epochs, nc, opt.resume)
     if progress.epochs != opt.epochs:  # the schedule ends where the run ends
         scheduler.lr_lambdas = [optim.lr_factor(progress.epochs, hyp["lrf"], opt.linear_lr)] * 3
@@ -198,14 +230,19 @@ def prepare_model(model, hyp, opt, data, labels, image_size):
     model.class_weights = labels_to_class_weights(labels, data.nc).to(next(model.parameters()).device) * data.nc
 
 
-def open_records(opt, hyp, data, ranks, progress):
-    """Report and checkpoints of this process; the main one also writes hyp.yaml and opt.yaml, as they were given."""
-    report, checkpoints = open_report(opt, data.names, ranks), NoCheckpoints()
+def open_records(opt, hyp, data, ranks, progress, heads=()):
+    """Report and checkpoints of this process; the main one also writes hyp.yaml and opt.yaml, as they were given.
+
+    The run folder appears here, when all input has been found good.
+    """
+    open_run_folder(opt, ranks)
+    report, checkpoints = open_report(opt, data.names, ranks, heads), NoCheckpoints()
     if ranks.is_main and not opt.resume:
         save_hyp(hyp, Path(opt.save_dir) / "hyp.yaml")
         save_options(opt, Path(opt.save_dir) / "opt.yaml")
     if ranks.is_main and not opt.evolve:
-        checkpoints = Checkpoints(Path(opt.save_dir) / "weights", progress.epochs, not opt.nosave, opt.save_period)
+        folder = Path(opt.save_dir) / "weights"
+        checkpoints = fastpaths.checkpoints(opt)(folder, progress.epochs, not opt.nosave, opt.save_period)
     if progress.start_epoch:
         report.resume(progress.results_text, progress.epochs)
     return report, checkpoints

@@ -18,6 +18,10 @@ ACTIVATIONS = {
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 CALL = re.compile(r"(?:torch\.)?nn\.(\w+)\((.*)\)")
 WORD = re.compile(r"[A-Za-z_]\w*")
+MAX_ENTRIES = 100_000  # a few lines with aliases can stand for more entries than fit into memory
+MAX_CHANNELS = 100_000  # classes or channels; more are a slip of the finger that would fill the memory
+MAX_ANCHORS = 100  # for a level
+MAX_SHOWN = 300  # characters of a value in a message
 REQUIRED_KEYS = ("nc", "depth_multiple", "width_multiple", "anchors", "backbone", "head")
 
 
@@ -51,12 +55,12 @@ def _check_values(content, where):
             raise ValueError(f"{where}: {key} must be a list of rows [from, number, module, args]")
     for key in ("depth_multiple", "width_multiple"):
         if not _is_number(content[key]) or content[key] <= 0:
-            raise ValueError(f"{where}: {key} must be a positive number, not {content[key]!r}")
-    for key, meaning in (("nc", "classes"), ("ch", "input channels")):
-        if not is_count(content[key]):
-            raise ValueError(f"{where}: {key} must be the number of {meaning}, not {content[key]!r}")
+            raise ValueError(f"{where}: {key} must be a positive number, not {short(content[key])}")
+    for key, meaning in (("nc", "classes"), ("ch", "input channels"), ("heads", "detection heads")):
+        if key in content and (not is_count(content[key]) or content[key] > MAX_CHANNELS):
+            raise ValueError(f"{where}: {key} must be the number of {meaning}, not {short(content[key])}")
     if not is_count(content["anchors"]) and not isinstance(content["anchors"], list):
-        raise ValueError(f"{where}: anchors must be lists of pixels or their number, not {content['anchors']!r}")
+        raise ValueError(f"{where}: anchors must be lists of pixels or their number, not {short(content['anchors'])}")
 
 
 def describe(cfg):
@@ -68,9 +72,31 @@ def _load(path, where):
     if not path.is_file():
         raise ValueError(f"{where} does not exist; give the path of a YAML file, such as cfg/training/yolov7.yaml")
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{where} is not valid YAML: {error}") from error
+        content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ValueError(f"{where} cannot be read ({error.strerror})") from error
+    except Exception as error:  # PyYAML lets through whatever int(), float() and the like raise for a value
+        raise ValueError(f"{where} is not valid YAML: {' '.join(str(error).split())[:MAX_SHOWN]}") from error
+    if not _is_bounded(content):
+        raise ValueError(f"{where} has more than {MAX_ENTRIES} entries once its *aliases are written out")
+    return content
+
+
+def _is_bounded(content):
+    """Whether lists and mappings hold at most MAX_ENTRIES things, those counted again that are named again."""
+    waiting, count = [content], 0
+    while waiting and count <= MAX_ENTRIES:
+        entry = waiting.pop()
+        if isinstance(entry, (list, tuple, dict)):
+            count += len(entry)
+            waiting += entry.values() if isinstance(entry, dict) else entry
+    return count <= MAX_ENTRIES
+
+
+def short(value):
+    """A value for a message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def resolve_argument(argument, names):
@@ -93,20 +119,21 @@ def resolve_argument(argument, names):
         return _activation(text, *call.groups())
     if WORD.fullmatch(text):
         return text
-    raise ValueError(f"argument {argument!r} is neither a number, a word, nor an activation such as nn.LeakyReLU(0.1)")
+    known = "a number, a word, nor an activation such as nn.LeakyReLU(0.1)"
+    raise ValueError(f"argument {short(argument)} is neither {known}")
 
 
 def _activation(text, name, inner):
     """A new activation module from `nn.name(inner)`, where `inner` holds literals, positional or as name=value."""
     if name not in ACTIVATIONS:
-        raise ValueError(f"unknown activation {text!r}; known are {', '.join('nn.' + key for key in ACTIVATIONS)}")
+        raise ValueError(f"unknown activation {short(text)}; known are {', '.join('nn.' + key for key in ACTIVATIONS)}")
     try:
         values = ast.parse(f"f({inner})", mode="eval").body
         positional = [ast.literal_eval(value) for value in values.args]
         named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in values.keywords}
         return ACTIVATIONS[name](*positional, **named)
     except (SyntaxError, ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"the arguments of {text!r} are not understood: {error}") from error
+        raise ValueError(f"the arguments of {short(text)} are not understood: {short(str(error))}") from error
 
 
 def check_row(row):
@@ -116,9 +143,9 @@ def check_row(row):
     sources, number, name, args = row
     sources = sources if isinstance(sources, list) else [sources]
     if not sources or not all(type(source) is int for source in sources):
-        raise ValueError(f"from must be a layer index or a list of them, not {row[0]!r}")
+        raise ValueError(f"from must be a layer index or a list of them, not {short(row[0])}")
     if not is_count(number):
-        raise ValueError(f"number must be a positive integer, not {number!r}")
+        raise ValueError(f"number must be a positive integer, not {short(number)}")
     if not isinstance(name, str) or not isinstance(args, list):
         raise ValueError("the module must be a name and args a list")
     return sources, number, name, args
@@ -129,15 +156,16 @@ def level_anchors(anchors, num_levels):
 
     A number gives dummy values, to be replaced by auto-anchor. Raises ValueError if the lists do not fit the levels.
     """
-    if is_count(anchors):
+    if is_count(anchors) and anchors <= MAX_ANCHORS:
         return [list(range(2 * anchors)) for _ in range(num_levels)]
     if not isinstance(anchors, list) or not all(isinstance(level, list) for level in anchors):
-        raise ValueError(f"anchors must be a list of lists of pixels, or their number per level, not {anchors!r}")
+        raise ValueError(f"anchors must be a list of lists of pixels, or their number per level, not {short(anchors)}")
     lengths = {len(level) for level in anchors}
     if len(anchors) != num_levels or len(lengths) != 1 or min(lengths) < 2 or min(lengths) % 2:
-        raise ValueError(f"{num_levels} levels need {num_levels} equally long anchor lists w,h,w,h,..., not {anchors}")
+        wanted = f"{num_levels} levels need {num_levels} equally long anchor lists w,h,w,h,..."
+        raise ValueError(f"{wanted}, not {short(anchors)}")
     if not all(_is_number(side) for level in anchors for side in level):
-        raise ValueError(f"anchors must be numbers of pixels, not {anchors}")
+        raise ValueError(f"anchors must be numbers of pixels, not {short(anchors)}")
     return anchors
 
 

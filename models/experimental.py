@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from models.yolo import Model
-from utils.checkpoint import read_checkpoint, transfer
+from utils.checkpoint import check_finite, read_checkpoint, transfer
+from utils.head_config import of_model_yaml
 
 
 class Ensemble(nn.ModuleList):
@@ -29,7 +30,7 @@ def rebuild(stored, source="checkpoint"):
     try:
         # building draws initial weights, which are overwritten, and lists the layers, which is old news
         with torch.random.fork_rng(devices=[]), _quiet(logging.getLogger("models")):
-            model = Model(dict(stored.yaml))
+            model = Model(dict(stored.yaml), head_config=of_model_yaml(stored.yaml, source))
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
     num_taken, num_own = transfer(model, stored.state), len(model.state_dict())
@@ -51,13 +52,19 @@ def _quiet(logger):
         logger.setLevel(before)
 
 
+def _load(path):
+    stored = read_checkpoint(path).for_inference()
+    check_finite(stored, path)
+    return rebuild(stored, path)
+
+
 def attempt_load(weights, map_location=None):
     """The fused model of a checkpoint, ready for inference on `map_location`; a list of paths gives an Ensemble.
 
     Raises ValueError, naming the file, for anything that is not a readable YOLOv7 checkpoint.
     """
     paths = weights if isinstance(weights, (list, tuple)) else [weights]
-    models = [rebuild(read_checkpoint(path).for_inference(), path).fuse().eval().to(map_location) for path in paths]
+    models = [_load(path).fuse().eval().to(map_location) for path in paths]
     if len(models) == 1:
         return models[0]
     ensemble = Ensemble(models)

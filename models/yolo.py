@@ -23,7 +23,10 @@ from models.common import (
     RepConv,
     Shortcut,
 )
-from models.config import check_row, describe, is_count, level_anchors, read_cfg, resolve_argument
+from models.config import MAX_CHANNELS, check_row, describe, is_count, level_anchors, read_cfg, resolve_argument, short
+from models.detection import DetectionLayer, cell_grid  # noqa: F401  (cell_grid: for those who know it from here)
+from models.multihead import MultiHeadDetect, heads_arguments
+from models.multihead_attention import MultiHeadDetectAttention
 from models.summary import model_summary, timed
 
 logger = logging.getLogger(__name__)
@@ -32,33 +35,15 @@ STRIDE_PASS_SIZE = 256  # side of the zero image that measures the strides; a mu
 PAD_VALUE = 0.447  # grey of the border that test-time augmentation adds, near the mean of ImageNet
 
 
-class Detect(nn.Module):
-    """Anchor-based detection layer over `nl` levels.
+class Detect(DetectionLayer):
+    """Detection layer with one output convolution a level.
 
-    Training output: one map [b x na x ny x nx x no] per level; no = x, y, w, h, objectness, nc classes, all raw.
-    Eval output: (boxes [b x n x no] with xywh in pixels and probabilities, the maps). Flags set on an instance
-    choose other eval outputs, in this order: `end2end` the boxes alone; `include_nms` ((xyxy, scores),);
-    `concat` the boxes alone. `export` forces the training output.
+    Its maps: one [b x na x ny x nx x no] per level; no = x, y, w, h, objectness, nc classes, all raw.
     """
 
-    stride = None  # [nl] pixels per cell, set by Model
-    export = False
-    end2end = False
-    include_nms = False
-    concat = False
-
     def __init__(self, nc=80, anchors=(), ch=()):
-        super().__init__()
-        self.nc = nc
+        super().__init__(nc, anchors)
         self.no = nc + 5
-        self.nl = len(anchors)
-        self.na = len(anchors[0]) // 2
-        self.grid = [
-            torch.zeros(1) for _ in range(self.nl)
-        ]  # never filled: grids are cheap; stock code expects the list
-        pixels = torch.tensor(anchors).float().view(self.nl, -1, 2)
-        self.register_buffer("anchors", pixels)  # divided by the strides later
-        self.register_buffer("anchor_grid", pixels.clone().view(self.nl, 1, -1, 1, 1, 2))
         self._build(ch)
 
     def _build(self, ch):
@@ -67,40 +52,20 @@ class Detect(nn.Module):
     def _output_convs(self, ch):
         return nn.ModuleList(nn.Conv2d(channels, self.no * self.na, 1) for channels in ch)
 
-    def forward(self, x):
-        maps = [self._as_map(self._lead(level, x[level])) for level in range(self.nl)]
-        if self.training or self.export:
-            return maps + self._auxiliary(x)
-        boxes = torch.cat([self._decode(level, maps[level]) for level in range(self.nl)], 1)
-        if self.end2end:
-            return boxes
-        if self.include_nms:
-            return (corners_and_scores(boxes),)
-        return boxes if self.concat else (boxes, maps)
+    def _maps(self, x):
+        return [self._as_map(self._lead(level, x[level])) for level in range(self.nl)]
 
     def _lead(self, level, features):
         return self.m[level](features)
 
-    def _auxiliary(self, x):
-        return []
-
-    def _as_map(self, channels):
-        """[b x na*no x ny x nx] to [b x na x ny x nx x no]."""
-        batch, _, ny, nx = channels.shape
-        return channels.view(batch, self.na, self.no, ny, nx).permute(0, 1, 3, 4, 2).contiguous()
-
-    def _decode(self, level, raw):
-        """A raw map [b x na x ny x nx x no] as boxes [b x na*ny*nx x no]: xywh in pixels, then probabilities."""
-        batch, na, ny, nx, no = raw.shape
-        y = raw.sigmoid()
-        grid = cell_grid(ny, nx, raw.device)
-        xy = (y[..., 0:2] * 2.0 - 0.5 + grid) * self.stride[level]  # float32 also in a half-precision model
-        wh = (y[..., 2:4] * 2) ** 2 * self.anchor_grid[level]
-        return torch.cat((xy.to(y.dtype), wh.to(y.dtype), y[..., 4:]), -1).view(batch, na * ny * nx, no)
+    def _boxes(self, maps):
+        return self._decode_all(maps)
 
     def output_biases(self):
-        """The bias of every output convolution, with the level it belongs to."""
-        return [(level, conv.bias) for level, conv in enumerate(self.m)]
+        return self._biases_of(self.m)
+
+    def _biases_of(self, convs):
+        return [(level, conv.bias, slice(5, None), self.nc) for level, conv in enumerate(convs)]
 
     def folded(self, level):
         """Weight and bias of the plain convolution that equals the lead branch of `level`."""
@@ -155,45 +120,39 @@ class IAuxDetect(IDetect):
         return [self._as_map(conv(features)) for conv, features in zip(self.m2, x[self.nl :], strict=True)]
 
     def output_biases(self):
-        return super().output_biases() + [(level, conv.bias) for level, conv in enumerate(self.m2)]
-
-
-def cell_grid(ny, nx, device):
-    """Column and row index of every cell, float32 [1 x 1 x ny x nx x 2]."""
-    rows = torch.arange(ny, device=device, dtype=torch.float32).view(ny, 1).expand(ny, nx)
-    columns = torch.arange(nx, device=device, dtype=torch.float32).view(1, nx).expand(ny, nx)
-    return torch.stack((columns, rows), -1).view(1, 1, ny, nx, 2)
-
-
-def corners_and_scores(boxes):
-    """Decoded boxes [b x n x 5+nc, xywh first] as xyxy [b x n x 4] and class times objectness [b x n x nc]."""
-    centre, half = boxes[..., 0:2], boxes[..., 2:4] / 2
-    return torch.cat((centre - half, centre + half), -1), boxes[..., 5:] * boxes[..., 4:5]
+        return super().output_biases() + self._biases_of(self.m2)
 
 
 class Model(nn.Module):
     """The network of a configuration: `cfg` is the path of a YAML file or a dict.
 
     `ch` input channels (the file's own `ch` wins). `nc` and `anchors` (a number per level) override the file.
+    `head_config` (utils.head_config.HeadConfig) tells the heads of a MultiHeadDetect their classes.
     Raises ValueError that names the file or the row if the configuration cannot be built.
     """
 
     traced = False  # True: forward stops before the detection layer and returns the list of its inputs
 
-    def __init__(self, cfg, ch=3, nc=None, anchors=None):
+    def __init__(self, cfg, ch=3, nc=None, anchors=None, head_config=None):
         super().__init__()
         self.traced = False
         self.yaml = read_cfg(cfg, ch, nc, anchors)
+        if head_config is not None:
+            self.yaml["head_config"] = head_config.description()  # so that a checkpoint says all about its model
         self.yaml_file = None if isinstance(cfg, dict) else Path(cfg).name
         self.names = [str(i) for i in range(self.yaml["nc"])]
         try:
-            self.model, self.save = parse_model(self.yaml, self.yaml["ch"])
+            self.model, self.save = parse_model(self.yaml, self.yaml["ch"], head_config)
             self._measure_strides()
         except ValueError as error:
             raise ValueError(f"{describe(cfg)}, {error}") from error
         self._initialise_biases()
         self._configure_norms_and_activations()
-        self.info()
+        try:
+            self.info()
+        except RuntimeError as error:  # sizes that fit by chance at the one size that measured the strides
+            side = int(self.stride.max())
+            raise ValueError(f"{describe(cfg)} cannot process an image of {side} x {side} pixels: {error}") from error
 
     def forward(self, x, augment=False, profile=False):
         """Output of the detection layer for images [b x ch x h x w, 0..1].
@@ -211,7 +170,7 @@ class Model(nn.Module):
         for layer in self.model:
             if layer.f != -1:
                 x = _gather(layer.f, x, outputs)
-            if self.traced and isinstance(layer, Detect):
+            if self.traced and isinstance(layer, DetectionLayer):
                 break
             x = call(layer, x)
             outputs.append(x if layer.i in self.save else None)
@@ -237,7 +196,7 @@ class Model(nn.Module):
         """
         head = self.model[-1]
         maps = self._forward_layers(torch.zeros(1, self.yaml["ch"], STRIDE_PASS_SIZE, STRIDE_PASS_SIZE), _checked)
-        head.stride = torch.tensor([STRIDE_PASS_SIZE / level.shape[2] for level in maps[: head.nl]])
+        head.stride = torch.tensor([STRIDE_PASS_SIZE / level.shape[2] for level in head.level_maps(maps)])
         areas = head.anchor_grid.prod(-1).flatten()
         if (areas[-1] - areas[0]).sign() != (head.stride[-1] - head.stride[0]).sign():
             logger.info("Reversing the order of the anchors to that of the strides")
@@ -250,10 +209,10 @@ class Model(nn.Module):
     def _initialise_biases(self):
         """Start from about 8 objects in a 640 px image and equally frequent classes (Lin et al. 2017, section 4.1)."""
         head = self.model[-1]
-        for level, bias in head.output_biases():
+        for level, bias, classes, num_classes in head.output_biases():
             per_anchor = bias.view(head.na, -1)
             per_anchor[:, 4] += math.log(8 / (640 / float(head.stride[level])) ** 2)
-            per_anchor[:, 5:] += math.log(0.6 / (head.nc - 0.99))
+            per_anchor[:, classes] += math.log(0.6 / (num_classes - 0.99))
 
     def _configure_norms_and_activations(self):
         for module in self.modules():
@@ -317,17 +276,21 @@ LAYERS = {
     layer.__name__: layer
     for layer in (
         *(Conv, RepConv, DownC, SPPCSPC, Concat, Chuncat, Shortcut, MP, SP, ReOrg, Detect, IDetect, IAuxDetect),
+        *(MultiHeadDetect, MultiHeadDetectAttention),
         *(nn.Conv2d, nn.BatchNorm2d, nn.Upsample, nn.MaxPool2d, nn.AvgPool2d, nn.Identity),
     )
 }
-DETECTION_LAYERS = (Detect, IDetect, IAuxDetect)
+MULTI_HEAD_LAYERS = (MultiHeadDetect, MultiHeadDetectAttention)
+DETECTION_LAYERS = (Detect, IDetect, IAuxDetect, *MULTI_HEAD_LAYERS)
 SIZED_LAYERS = (Conv, nn.Conv2d, RepConv, DownC, SPPCSPC)  # the first argument of the row is the number of channels
 REPEATING_LAYERS = (DownC, SPPCSPC)  # receive the repeat count as an argument
 LIST_LAYERS = (Concat, Chuncat, Shortcut, *DETECTION_LAYERS)  # process a list of tensors
 
 
-def parse_model(cfg, ch):
+def parse_model(cfg, ch, head_config=None):
     """Layers (nn.Sequential) and savelist of a configuration dict for images with `ch` channels.
+
+    `head_config` is for a layer with several heads, and only for that.
 
     The savelist names, sorted and with repetitions, the layers whose output a later layer needs. Raises ValueError that
     names the row.
@@ -338,14 +301,14 @@ def parse_model(cfg, ch):
         try:
             sources, number, name, args = check_row(row)
             kind = find_layer(name)
-            if issubclass(kind, Detect) != (i == len(rows) - 1):
+            if issubclass(kind, DetectionLayer) != (i == len(rows) - 1):
                 raise ValueError("the last row, and no other, must be a detection layer")
             inputs = [_source_width(i, source, widths, ch) for source in sources]
-            layer, width = _build_layer(kind, number, args, inputs, cfg)
+            layer, width = _build_layer(kind, number, args, inputs, cfg, head_config)
             if isinstance(row[0], list) != (kind in LIST_LAYERS):
                 raise ValueError(f"from of {name} must be {'a list' if kind in LIST_LAYERS else 'one index'}")
-        except (ValueError, TypeError, RuntimeError, AttributeError) as error:
-            raise ValueError(f"row {i} {row}: {error}") from error
+        except (ValueError, TypeError, RuntimeError, AttributeError, OverflowError) as error:
+            raise ValueError(f"row {i} {short(row)}: {error}") from error
         layer.i, layer.f, layer.type = i, row[0], f"{kind.__module__}.{kind.__qualname__}"
         layer.np = sum(p.numel() for p in layer.parameters())
         logger.info("%4d %22s %3d %10d  %-42s %s", i, row[0], number, layer.np, layer.type, args)
@@ -359,7 +322,7 @@ def find_layer(name):
     """The class that a row calls `name`, with or without the prefix nn. or torch.nn.; ValueError if unknown."""
     kind = LAYERS.get(name.removeprefix("torch.").removeprefix("nn."))
     if kind is None:
-        raise ValueError(f"unknown module {name!r}; known are {', '.join(sorted(LAYERS))}")
+        raise ValueError(f"unknown module {short(name)}; known are {', '.join(sorted(LAYERS))}")
     return kind
 
 
@@ -373,7 +336,7 @@ def _source_width(i, source, widths, ch):
     return widths[index]
 
 
-def _build_layer(kind, number, args, inputs, cfg):
+def _build_layer(kind, number, args, inputs, cfg, head_config=None):
     """The layer of a row, built for the widths `inputs`, and its own width."""
     args = [resolve_argument(arg, {"nc": cfg["nc"], "anchors": cfg["anchors"]}) for arg in args]
     repeats = max(round(number * cfg["depth_multiple"]), 1) if number > 1 else number
@@ -386,7 +349,8 @@ def _build_layer(kind, number, args, inputs, cfg):
     if kind is nn.BatchNorm2d:
         args = [inputs[0]]
     if kind in DETECTION_LAYERS:
-        args = _detection_arguments(kind, args, inputs)
+        args = _detection_arguments(kind, args, inputs, cfg["nc"])
+        args += heads_arguments(kind in MULTI_HEAD_LAYERS, cfg, head_config)
     if repeats == 1:
         return kind(*args), width
     if inputs != [width]:
@@ -399,6 +363,8 @@ def _output_width(kind, args, inputs, width_multiple):
     if kind in SIZED_LAYERS:
         if not args or not is_count(args[0]):
             raise ValueError("the first argument must be the number of output channels")
+        if args[0] * width_multiple > MAX_CHANNELS:
+            raise ValueError(f"more than {MAX_CHANNELS} output channels")
         return math.ceil(args[0] * width_multiple / 8) * 8
     if kind in (Concat, Chuncat):
         return sum(inputs)
@@ -407,10 +373,12 @@ def _output_width(kind, args, inputs, width_multiple):
     return 4 * inputs[0] if kind is ReOrg else inputs[0]
 
 
-def _detection_arguments(kind, args, inputs):
+def _detection_arguments(kind, args, inputs, nc):
     """(nc, anchors, input widths) of a detection layer; an auxiliary head takes two inputs per level."""
     if len(args) != 2 or not is_count(args[0]):
         raise ValueError("a detection layer takes the arguments [nc, anchors], where nc is the number of classes")
+    if args[0] != nc:
+        raise ValueError(f"the detection layer is made for {args[0]} classes and the model for {nc}: write nc there")
     num_levels = len(inputs)
     if kind is IAuxDetect:
         if num_levels % 2:

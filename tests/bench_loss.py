@@ -1,13 +1,14 @@
 """The losses of loss.py against those of loss_batched.py: forward + backward on random predictions and COCO-like boxes.
 
-python tests/bench_loss.py [--short] [--device cpu] [--out runs/bench_loss]
+python tests/bench_loss.py [--short] [--seconds 1] [--device cpu --threads 2] [--out runs/bench_loss]
 
 Prints a markdown table, and writes it with a json of every number and a plot into --out. Milliseconds are medians with
 the smallest and the largest in brackets; both sides run in this one process, on float32 predictions (as the heads give
 them) under float16 autocast on a GPU. `step` is forward + backward, targets on the device for the reference and on the
 host for the fast losses, whose work on the host is part of it; `prepare` is that work alone, `compute` the step without
 it, `graph` the replay of a captured `compute`; `assign` is the assignment alone, from prepared candidates on the fast
-side. Kernels, waits (synchronisations) and MB (memory beyond what was there) are those of one step.
+side. Kernels, waits (synchronisations) and MB (memory beyond what was there, the gradient included) are those of one
+step. The second table compares OTA with the plain loss, both fast.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import platform
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -36,7 +38,6 @@ KINDS = {
     "plain": (loss.ComputeLoss, loss_batched.BatchedLoss),
     "ota": (loss.ComputeLossOTA, loss_batched.BatchedLossOTA),
 }
-SECONDS = 4.0  # for the repetitions of one number
 
 
 def make_case(batch, boxes, num_classes, size, device):
@@ -56,11 +57,11 @@ def make_case(batch, boxes, num_classes, size, device):
     return model, predictions, torch.cat((image, classes, centres, sides), 1)
 
 
-def measure(function, device, most=30):
-    """Milliseconds of `function`: (median, smallest, largest) of up to `most` repetitions after a warm-up."""
+def measure(function, device, most=50, seconds=1.0):
+    """Milliseconds of `function`: (median, smallest, largest) of 3 to `most` repetitions after a warm-up."""
     for _ in range(2):
         function()
-    times, deadline = [], time.perf_counter() + SECONDS
+    times, deadline = [], time.perf_counter() + seconds
     while len(times) < most and (len(times) < 3 or time.perf_counter() < deadline):
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -152,14 +153,14 @@ def assigners(model, predictions, targets, size, kind):
     plan = plan.to(on_device.device)
 
     def batched():
-        rows = loss_batched.gather_rows(plan.layout().cell_index, plan.sizes.cells, detached)
+        rows = assign_batched.gather_rows(plan.layout.cell_index, plan.sizes.cells, detached)
         return assign_batched.owners(rows, plan)
 
     inputs = detached, on_device, head.anchors, head.stride, (size, size)
     return (lambda: matcher(*inputs)), batched if kind == "ota" else None
 
 
-def run(case, kind, device):
+def run(case, kind, device, seconds):
     """All numbers of one row: {"reference": {...}, "fast": {...}}, after a check that both sides agree."""
     _, _, _, size = case
     model, predictions, targets = make_case(*case, device)
@@ -172,6 +173,7 @@ def run(case, kind, device):
         "loss": kind,
         "targets": len(targets),
     }
+    timed = partial(measure, seconds=seconds)
     steps = {}
     for side, loss_class in zip(("reference", "fast"), KINDS[kind], strict=True):
         where = targets.to(device) if side == "reference" else targets
@@ -179,22 +181,22 @@ def run(case, kind, device):
     torch.testing.assert_close(steps["fast"]()[0], steps["reference"]()[0], rtol=1e-4, atol=1e-6)
 
     for (side, step), assigner in zip(steps.items(), assigners(model, predictions, targets, size, kind), strict=True):
-        numbers = {"step": measure(step, device)}
+        numbers = {"step": timed(step, device)}
         if assigner:
-            numbers["assign"] = measure(assigner, device)
+            numbers["assign"] = timed(assigner, device)
         if device.type == "cuda":
             numbers["kernels"], numbers["waits"] = count(step)
             numbers["MB"] = peak_memory(step)
         row[side] = numbers
     fast, shapes = KINDS[kind][1](model), [prediction.shape for prediction in predictions]
     on_host = torch.device("cpu")
-    row["fast"]["prepare"] = measure(
+    row["fast"]["prepare"] = timed(
         lambda: fast.prepare(targets, shapes, (size, size), padded=device.type != "cpu"), on_host
     )
     compute = prepared_step(fast, predictions, targets, size, device)
-    row["fast"]["compute"] = measure(compute, device)
+    row["fast"]["compute"] = timed(compute, device)
     if device.type == "cuda":
-        row["fast"]["graph"] = measure(graph_replay(compute), device)
+        row["fast"]["graph"] = timed(graph_replay(compute), device)
     row["speed-up"] = row["reference"]["step"][0] / row["fast"]["step"][0]
     return row
 
@@ -215,6 +217,20 @@ def table(rows):
         numbers = [in_words(row[side].get(name)) for side, name in filled]
         cells = [*(str(row[name]) for name in COLUMNS), *numbers, f"{row['speed-up']:.1f}x"]
         lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def ota_against_plain(rows):
+    """How much longer OTA takes than the plain loss, both fast, as markdown: ratios of the medians."""
+    lines = ["| " + " | ".join((*COLUMNS[:-1], "step", "compute", "graph")) + " |", "|" + "---|" * 7]
+    fast = {(*(row[name] for name in COLUMNS[:-1]), row["loss"]): row["fast"] for row in rows}
+    for *case, kind in fast:
+        plain, ota = fast.get((*case, "plain")), fast.get((*case, "ota"))
+        if kind == "plain" and plain and ota:
+            ratios = (
+                f"{ota[name][0] / plain[name][0]:.2f}" if name in ota else "-" for name in ("step", "compute", "graph")
+            )
+            lines.append("| " + " | ".join((*map(str, case), *ratios)) + " |")
     return "\n".join(lines)
 
 
@@ -245,7 +261,8 @@ def plot(rows, path, title):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--short", action="store_true", help="a handful of cases, within three minutes")
+    parser.add_argument("--short", action="store_true", help="a handful of cases, within two minutes")
+    parser.add_argument("--seconds", type=float, default=1.0, help="for the repetitions of one number")
     parser.add_argument("--threads", type=int, default=None, help="of the CPU")
     parser.add_argument("--out", default="runs/bench_loss", help="folder of table, json and plot")
     opt = parser.parse_args()
@@ -261,12 +278,13 @@ def main():
     rows = []
     for case in (SHORT_CPU if is_cpu else SHORT) if opt.short else ALL:
         for kind in KINDS:
-            rows.append(run(case, kind, device))
+            rows.append(run(case, kind, device, opt.seconds))
             print(rows[-1], flush=True)
             (out / "bench_loss.json").write_text(json.dumps({"machine": title, "rows": rows}, indent=1))
-    (out / "bench_loss.md").write_text(f"{title}\n\n{table(rows)}\n")
+    text = f"{title}\n\n{table(rows)}\n\nOTA against plain:\n\n{ota_against_plain(rows)}\n"
+    (out / "bench_loss.md").write_text(text)
     plot(rows, out / "bench_loss.png", title)
-    print(f"\n{title}\n\n{table(rows)}")
+    print(f"\n{text}")
 
 
 if __name__ == "__main__":

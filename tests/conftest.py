@@ -1,5 +1,6 @@
 """What every test shares: one thread, the checkout on the path, and the parity table at the end."""
 
+import logging
 import sys
 from pathlib import Path
 
@@ -21,6 +22,32 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def log_level():
+    """A program that a test runs in this process sets the level of the root logger."""
+    before = logging.root.level
+    yield
+    logging.root.setLevel(before)
+
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """Runs draw nothing: pictures take longer than the training of so small a model, and have tests of their own."""
+    import test
+    import train
+
+    report, evaluate = train.open_report, test.evaluate
+
+    def open_report(*args):
+        opened = report(*args)
+        opened.pictures = False
+        return opened
+
+    monkeypatch.setattr(train, "open_report", open_report)
+    for program in (train, test):
+        monkeypatch.setattr(program, "evaluate", lambda *args, **kw: evaluate(*args, **(kw | {"picture_dir": None})))
 
 
 def pytest_collection_modifyitems(items):

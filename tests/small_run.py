@@ -1,5 +1,6 @@
 """A data set and a model so small that a whole training run takes a second or two on a CPU."""
 
+import logging
 from pathlib import Path
 from unittest import mock
 
@@ -8,11 +9,13 @@ import numpy as np
 import torch
 import yaml
 
+import test
 import train
+from utils import cli
 from utils.data_yaml import load_data_yaml
 from utils.dist import Ranks
 from utils.hyp import load_hyp
-from utils.options import train_parser
+from utils.options import test_parser, train_parser
 from utils.runs import open_run_folder, prepare_train_options
 
 BACKBONE = [[-1, 1, "Conv", [width, 3, 2]] for width in (8, 16, 32, 32, 32)]
@@ -82,3 +85,14 @@ def run_line(line):
     open_run_folder(opt, Ranks())
     train.train(load_hyp(opt.hyp), opt, data, torch.device("cpu"), Ranks())
     return Path(opt.save_dir)
+
+
+def program(name, line):
+    """What `python NAME.py LINE` does, in this process; returns its exit status."""
+    main, parser = {"train": (train.main, train_parser()), "test": (test.main, test_parser())}[name]
+    with mock.patch("sys.argv", [f"{name}.py", *line]), mock.patch.object(logging.root, "handlers", []):
+        try:
+            cli.run(main, parser.parse_args(line))
+        except SystemExit as end:
+            return end.code
+    return 0

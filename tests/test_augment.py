@@ -8,6 +8,7 @@ import pytest
 
 from tests import golden_data, parity
 from tests.golden_data import check_cut_out, check_labels, check_pixels, check_streams, numbered, seed_both
+from utils import augment
 from utils.augment import (
     Warp,
     augment_hsv,
@@ -32,6 +33,28 @@ def test_letterbox_golden():
         parity.check("data letterbox", f"out{k}", img, arrays[f"out{k}"])
         parity.check("data letterbox", f"ratio{k}", ratio, case["ratio"])
         parity.check("data letterbox", f"pad{k}", pad, case["pad"])
+
+
+@pytest.mark.parametrize("gain", [0.0, 0.1, 0.3, 0.5, 0.7123456, 0.99999, 1.0, 1.00001, 1.37, 1.9999, 2.0, 300.0])
+def test_colour_gains_cut_off_what_exceeds_whole_numbers(gain):
+    plane = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    expected = [min(int(level * gain), 255) for level in range(256)]
+    colours = augment.Colours(1, gain, gain)
+    assert colours.tables()[1].tolist() == colours.tables()[2].tolist() == expected
+    if augment._scaled_truncated(plane, gain, colours.tables()[1]):
+        assert plane.ravel().tolist() == expected
+    else:
+        assert plane.ravel().tolist() == list(range(256))
+
+
+def test_warp_is_what_opencv_makes_of_three_channels():
+    img = np.random.default_rng(0).integers(0, 256, (96, 96, 3), dtype=np.uint8)
+    for matrix in ([[0.7, 0, 3], [0, 0.7, -9.3], [0, 0, 1]], [[1.2, 0.3, -30], [-0.2, 0.9, 11], [0, 0, 1]]):
+        matrix, grey = np.array(matrix), (114, 114, 114)
+        direct = cv2.warpAffine(img, matrix[:2], (64, 48), borderValue=grey)
+        assert np.array_equal(Warp(matrix, 1.0, 64, 48, False).image(img), direct)
+        direct = cv2.warpPerspective(img, matrix, (64, 48), borderValue=grey)
+        assert np.array_equal(Warp(matrix, 1.0, 64, 48, True).image(img), direct)
 
 
 def test_letterbox_keeps_a_line_of_pixels():

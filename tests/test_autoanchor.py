@@ -133,6 +133,30 @@ def test_too_few_boxes_keep_the_anchors_and_say_so(labels, said, caplog):
     assert np.random.random() == expected.random()  # the scale of each image was drawn all the same, nothing else
 
 
+PLACEHOLDERS = [[0, 1], [2, 3], [4, 5]] * 3  # what models.config.level_anchors makes of a mere number
+
+
+@pytest.mark.parametrize("refit", [True, False])
+def test_placeholders_never_stay(refit, caplog):
+    """1.5 to 4.5 strides, smallest level first, in both buffers."""
+    dataset, head = SimpleNamespace(shapes=np.full((3, 2), 100), labels=[np.zeros((0, 5))] * 3), Head(PLACEHOLDERS)
+    assert check_anchors(dataset, model_with(head), imgsz=640, refit=refit) is True
+    sides = head.anchor_grid.view(3, 3, 2)
+    assert sides[..., 0].equal(sides[..., 1])
+    assert sides[0, :, 0].tolist() == pytest.approx([12, 12 * 3**0.5, 36])
+    assert sides[:, 0, 0].tolist() == pytest.approx([12, 24, 48])
+    assert torch.allclose(head.anchors.view(3, 3, 2) * head.stride.view(3, 1, 1), sides)
+    assert "only the number of anchors is known" in caplog.text
+
+
+def test_without_refit_nothing_is_drawn_or_changed():
+    head = Head()
+    np.random.seed(0)
+    assert check_anchors(golden_dataset("fit"), model_with(head), refit=False) is False
+    assert np.random.random() == np.random.RandomState(0).random()
+    assert torch.equal(head.anchor_grid.view(-1, 2), torch.from_numpy(TINY))
+
+
 def test_a_wrapped_model_is_unwrapped():
     head = Head()
     np.random.seed(0)

@@ -1,5 +1,6 @@
 """The opt-in loaders: the same batches as the reference whatever the flags, and ends that leave nothing behind."""
 
+import gc
 import itertools
 import os
 import signal
@@ -13,12 +14,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tqdm import tqdm
 
 from tests import golden_data
 from utils import fast_loader
 from utils.datasets import LoadImagesAndLabels, create_dataloader
 from utils.loader_workers import LoaderError
-from utils.slabs import Ring, SlabLoader, choose_micro_batch, ring_length
+from utils.seeding import KeyedDataset
+from utils.slabs import Assembly, Ring, SlabLoader, choose_micro_batch, ring_length
 
 ROOT = Path(__file__).resolve().parents[1]
 OPT = SimpleNamespace(single_cls=False)
@@ -85,6 +88,28 @@ def test_same_batches_for_all_flags_and_workers(mode, folder):
     assert not same(reference[0], reference[1]), "epochs differ"
     for flags, workers in itertools.product(FLAGS, (1, 4) if mode else (1, 2, 4)):
         assert_same(read(folder, workers=workers, **flags, **mode), reference)
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_same_batches_for_eight_workers(folder):
+    reference = read(folder, epochs=2, batch=9, workers=0)
+    for flags in FLAGS[1:]:
+        assert_same(read(folder, epochs=2, batch=9, workers=8, **flags), reference)
+
+
+def test_samples_are_written_into_their_slab(folder):
+    """No copy between: the image of a sample already lies where the batch wants it."""
+    _, dataset = make_loader(folder, workers=0)
+    source, ring = KeyedDataset(dataset, seed=7), Ring(2, BATCH * 3 * 64 * 64, BATCH)
+    expected = [source[0, k][0].numpy() for k in range(BATCH)]
+    ring.keys[1] = [(0, k) for k in range(BATCH)]
+    assembly = Assembly(source, ring)
+    assembly.enter()
+    assembly.current = 1, 2
+    image = source[0, 4][0]
+    assert image.data_ptr() == ring.place(1, 2, image.shape).ctypes.data
+    assembly((1, 0, BATCH), np.zeros(2, int))
+    assert np.array_equal(ring.images(1, BATCH, (3, 64, 64)).numpy(), expected)
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 3, 5, 64])
@@ -401,13 +426,16 @@ def test_error_in_a_torch_worker(workers, folder, monkeypatch):
 
 
 def resources():
+    gc.collect()  # the loaders of earlier tests
     shared = len(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else 0
     return len(os.listdir("/proc/self/fd")), threading.active_count(), shared, len(children())
 
 
 @pytest.mark.parametrize("flags", [{}, {"persistent_workers": True}], ids=str)
 @pytest.mark.parametrize("image_weights", [False, True])
-def test_twenty_epochs_leak_nothing(flags, image_weights, folder, no_orphans):
+def test_twenty_epochs_leak_nothing(flags, image_weights, folder, no_orphans, monkeypatch):
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # no thread that watches progress bars
+    gc.collect()  # whatever earlier tests left
     outside = resources()
     loader, _ = make_loader(folder, worker_tensor=True, image_weights=image_weights, **flags)
     seen = set()

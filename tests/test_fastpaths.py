@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from utils import fastpaths, feed, loss, loss_batched
+from utils.cuda_graph import GraphSteps
 from utils.fast_loader import Settings
+from utils.fast_step import FastSteps
 from utils.options import check_train_options, train_parser
+from utils.prefetch import Prefetch
 
 CPU = torch.device("cpu")
 
@@ -16,6 +19,69 @@ def test_no_flag_means_the_reference(caplog):
     paths = fastpaths.choose(train_parser().parse_args([]), CPU)
     assert paths is fastpaths.REFERENCE and paths.feed is feed.plain and paths.losses is loss.losses_by_epoch
     assert not caplog.records
+
+
+def choose(*flags, device="cuda", **facts):
+    opt = train_parser().parse_args(flags)
+    vars(opt).update(facts)
+    return fastpaths.choose(opt, torch.device(device))
+
+
+def test_without_flags_a_training_makes_its_own_steps():
+    assert fastpaths.REFERENCE.steps("a training") == "a training"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_fast_step(device, caplog):
+    caplog.set_level("INFO")
+    paths = choose("--fast-step", "--sync-interval", "4", device=device)
+    assert paths.steps.func is FastSteps and paths.steps.keywords == {"interval": 4}
+    assert isinstance(paths.feed, Prefetch) and paths.feed.targets_device is None and not paths.feed.floats
+    assert paths.losses is loss.losses_by_epoch and "losses every 4 steps" in caplog.text
+
+
+def test_fast_step_with_other_flags():
+    paths = choose("--fast-step", "--fast-loss", "--multi-scale")
+    assert paths.feed.targets_device == CPU and paths.feed.floats
+    assert paths.losses.keywords == {"classes": loss_batched.CLASSES}
+
+
+def test_a_graph_needs_the_other_two(caplog):
+    caplog.set_level("INFO")
+    paths = choose("--cuda-graph")
+    assert paths.steps.func is GraphSteps and paths.losses.keywords == {"classes": loss_batched.CLASSES}
+    assert "--cuda-graph needs --fast-loss" in caplog.text and "--cuda-graph needs --fast-step" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("flags", "facts", "reason"),
+    [(("--multi-scale",), {}, "multi-scale"), (("--adam",), {}, "SGD has"), ((), {"world_size": 2}, "processes"),
+     (("--device", "0,1"), {}, "several GPUs"), ((), {"device_name": "cpu"}, "no CUDA device")],
+)  # fmt: skip
+def test_a_graph_that_cannot_be_is_a_warning(flags, facts, reason, caplog):
+    device = facts.pop("device_name", "cuda")
+    paths = choose("--cuda-graph", *flags, device=device, **facts)
+    assert paths.steps.func is FastSteps
+    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith("--cuda-graph: ") and reason in warning
+
+
+def test_fast_is_everything_that_can_run(caplog):
+    caplog.set_level("INFO")
+    assert choose("--fast").steps.func is GraphSteps
+    for text in ("captured in a CUDA graph", "| fp16", "workers stay", "whole batch at once", "side stream"):
+        assert text in caplog.text
+    caplog.clear()
+    paths = choose("--fast", device="cpu")
+    assert paths.steps.func is FastSteps and paths.losses.keywords == {"classes": loss_batched.CLASSES}
+    assert "there is no CUDA device" in caplog.text and "| off" in caplog.text
+    assert all(record.levelname == "INFO" for record in caplog.records), "nobody asked for a graph by name"
+    options = loader_options("--fast")
+    assert options["persistent_workers"] and options["worker_tensor"]
+
+
+def test_an_interval_without_the_step_is_a_warning(caplog):
+    assert choose("--sync-interval", "3") is fastpaths.REFERENCE and "has no effect without --fast-step" in caplog.text
 
 
 def test_choice_is_frozen():

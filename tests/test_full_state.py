@@ -8,7 +8,7 @@ import torch
 
 import train
 from tests import small_run
-from tests.test_train import SLOW_WARMUP, Interrupted, interrupt_after, no_pictures, results_of  # noqa: F401  (a fixture)
+from tests.test_train import SLOW_WARMUP, Interrupted, interrupt_after, results_of
 from utils import full_state
 from utils.checkpoint import read_checkpoint
 from utils.plots import read_results

@@ -73,6 +73,18 @@ def test_what_is_no_number_is_refused(text, tmp_path):
         load_hyp(write(tmp_path, complete().replace("lr0: 0.01", f"lr0: {text}")))
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [("lr0: 0", "lr0 0 is too small: it has to be above 0"), ("mosaic: 1.5", "mosaic 1.5 is too large: .* at most 1"),
+     ("fliplr: -1e-3", "fliplr -0.001 is too small"), ("momentum: 1", "momentum 1 is too large: .* below 1"),
+     ("anchors: 0", "anchors 0 is too small"), ("loss_ota: 2", "loss_ota 2 is too large"),
+     ("lr0: 1" + "0" * 400, "lr0 has to be a number, not 10*[.]{3}$")],
+)  # fmt: skip
+def test_what_is_out_of_range_is_refused(line, message, tmp_path):
+    with pytest.raises(ValueError, match=f"hyp.yaml: {message}"):
+        load_hyp(write(tmp_path, f"{complete()}\n{line}\n"))
+
+
 @pytest.mark.parametrize("text", ["", "- 1\n- 2\n", "just text", "lr0: [1\n"])
 def test_what_is_no_mapping_is_refused(text, tmp_path):
     with pytest.raises(ValueError, match="hyp.yaml"):

@@ -75,6 +75,8 @@ def test_a_triangle_is_a_polygon():
         ("0 .1 .1 .3 .1 .3 1.5", "more than 1% outside 0..1"),
         ("0 0,5 0,5 0,4 0,4", "decimal comma"),
         ("0;0.5;0.5;0.4;0.4", "class is text"),
+        ("1_0 0.5 0.5 0.4 0.4", "class is text"),  # Python's float takes it for 10
+        ("0 0.5 0.5 0.4 0.\u0664", "not a number"),  # and this for 0.4
     ],
 )
 def test_rows_that_cannot_be_used_are_dropped_alone(row, reason):

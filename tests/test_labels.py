@@ -153,3 +153,58 @@ def test_a_training_set_without_boxes(tmp_path):
     with pytest.raises(ValueError, match=r"no label files for 1 images, e\.g\. .*labels/train/a\.txt does not exist"):
         check_has_boxes(unlabelled.labels, unlabelled.label_files)
     check_has_boxes([np.zeros((0, 5)), np.zeros((1, 5))], ["a.txt", "b.txt"])
+
+
+# --- the summary and --strict-data ------------------------------------------------------------------------------------
+
+
+def test_one_line_sums_up(tmp_path, caplog):
+    texts = {"a": BOX, "b": "", "c": None, "d": f"{BOX}\n{BOX}", "e": f"{BOX} 0.9", "f": "red 0 0 0 0"}
+    folder = make_dataset(tmp_path, texts)
+    Path(folder, "g.gif").touch()
+    with caplog.at_level("INFO"):
+        scan_dataset(folder, "train: ")
+    assert caplog.messages[0] == (
+        "train: 6 images, 4 found, 1 of them empty, 1 missing (labels missing 1x), "
+        "1 dropped (no usable row in its label file 1x), 1 rows repaired (sixth column (a confidence) ignored 1x), "
+        "2 rows dropped (repeats an earlier row of the file 1x; "
+        "class is text, the number of the class is needed 1x), file ignored (image suffix not supported 1x)"
+    )
+
+
+def test_a_healthy_set_is_summed_up_without_reasons(tmp_path, caplog):
+    folder = make_dataset(tmp_path, {"a": BOX, "b": TRIANGLE})
+    for _ in range(2):  # from the files, then from the cache
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            scan_dataset(folder)
+        assert caplog.messages == [
+            "2 images, 2 found, 0 of them empty, 0 missing, 0 dropped, 0 rows repaired, 0 rows dropped"
+        ]
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        ({"b": f"{BOX}\n{BOX}"}, "row dropped .*b.txt:2"),
+        ({"b": "red 0 0 0 0"}, "image dropped .*b.txt"),
+        ({"b": f"{BOX}\n{BOX} 1"}, "row dropped"),  # the confidence is ignored, then the row repeats
+    ],
+)
+def test_strict_data_stops_at_a_drop(texts, said, tmp_path):
+    scanned = scan_dataset(make_dataset(tmp_path, {"a": BOX} | texts))
+    with pytest.raises(ValueError, match=f"--strict-data: .*{said}.*Repair them"):
+        labels.check_nothing_dropped(scanned.findings)
+
+
+def test_strict_data_minds_list_entries(tmp_path):
+    make_dataset(tmp_path, {"a": BOX})
+    (tmp_path / "list.txt").write_text("images/train/a.jpg\nimages/train/none.jpg\n")
+    with pytest.raises(ValueError, match=r"--strict-data: list entry ignored .*list.txt:2"):
+        labels.check_nothing_dropped(scan_dataset(tmp_path / "list.txt").findings)
+
+
+def test_strict_data_lets_repairs_and_background_pass(tmp_path):
+    scanned = scan_dataset(make_dataset(tmp_path, {"a": f"{BOX} 0.9", "b": None, "c": "", "d": "0 1.001 0.5 0.1 0.1"}))
+    assert len(scanned.findings) == 3
+    labels.check_nothing_dropped(scanned.findings)

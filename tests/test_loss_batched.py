@@ -1,4 +1,5 @@
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -88,8 +89,22 @@ def check_random(seed, kind, device, precision=None):
     for reference, batched in [*TWINS, AUXILIARY_TWINS] if seed % 3 == 0 else TWINS:
         with torch.autocast(device, precision, enabled=precision is not None):
             expected = with_gradients(reference, case)
+            if kind == "saturated":
+                expected = with_exact_slopes_of_centres(reference, case, expected)
             assert_equal(with_gradients(batched, case), expected)
             assert_equal(with_padding(batched, case), expected)
+
+
+def with_exact_slopes_of_centres(reference, case, values):
+    """`values` with the slopes of x and y from a computation in float64.
+
+    The slope of the width of a box of no size is huge. The reference subtracts it from itself where the centre moves
+    both edges, and in float32 what remains is noise.
+    """
+    exact = [prediction.detach().double().requires_grad_() for prediction in case.predictions]
+    for mine, theirs in zip(values[2:], with_gradients(reference, replace(case, predictions=exact))[2:], strict=True):
+        mine[..., :2] = theirs[..., :2].float()
+    return values
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -113,7 +128,8 @@ def check_low_precision(seed, device, dtype):
         with torch.autocast(device, dtype):
             expected = with_gradients(reference, case)
             for found in (with_gradients(batched, case), with_padding(batched, case)):
-                assert_equal(found[:2], expected[:2], rtol=1e-4)
+                # in bfloat16 the reference rounds parts of the loss, on a CPU the cross-entropy of the classes too
+                assert_equal(found[:2], expected[:2], rtol=1e-4 if dtype is torch.float16 else 4e-3)
                 assert_equal(found[2:], expected[2:], rtol=0.02)  # sums of rounded shares, rounded again
 
 
@@ -155,15 +171,23 @@ def test_plans_of_similar_batches_have_equal_sizes_and_replace_each_other():
     torch.testing.assert_close(compute_loss.compute(second.predictions, [static.copy_(grown)])[1], expected)
 
 
-def test_compiles_without_a_break():
-    case = random_case(0, "ordinary")
+def check_compiled(device, backend):
+    case = random_case(0, "ordinary", device)
     compute_loss = BatchedLossOTA(case.model)
-    shapes = [prediction.shape for prediction in case.predictions]
-    plans = compute_loss.prepare(case.targets, shapes, case.size)
-    compiled = torch.compile(compute_loss.compute, backend="aot_eager", fullgraph=True)
+    plans = [plan.to(case.images.device) for plan in static_plans(compute_loss, case)]
+    compiled = torch.compile(compute_loss.compute, backend=backend, fullgraph=True)
     loss, items = compiled(case.predictions, plans)
     gradients = torch.autograd.grad(loss, case.predictions)
     assert_equal((loss, items, *gradients), with_gradients(ComputeLossOTA, case))
+
+
+def test_compiles_without_a_break():
+    check_compiled("cpu", "aot_eager")
+
+
+@pytest.mark.gpu
+def test_compiles_without_a_break_on_cuda():
+    check_compiled("cuda", "inductor")
 
 
 def test_a_plan_of_other_sizes_is_refused():

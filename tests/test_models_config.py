@@ -164,6 +164,29 @@ def test_wrong_files_name_the_file(tmp_path):
         Model(write(tmp_path, STOCK_STYLE.replace("-1, 1, Conv, [8,", "-1, 1, Cnv, [8,")))
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("nc: !!int x", "is not valid YAML: invalid literal"), ("nc: " + "[" * 1200, "is not valid YAML: .*recursion"),
+     ("nc: &a [*a]", "more than 100000 entries"), ("\ufeffnc: 2", "lacks depth_multiple")],
+)  # fmt: skip
+def test_yaml_that_breaks_its_reader(tmp_path, text, message):
+    with pytest.raises(ValueError, match=f"model.yaml.* {message}"):
+        read_cfg(write(tmp_path, text))
+
+
+def test_long_values_are_cut_in_messages():
+    with pytest.raises(ValueError) as caught:
+        Model({**stock(), "nc": "x" * 10_000})
+    assert len(str(caught.value)) < 500
+
+
+def test_a_head_for_another_number_of_classes():
+    cfg = stock()
+    cfg["head"][-1][3] = [7, "anchors"]
+    with pytest.raises(ValueError, match=r"row \d+ .* is made for 7 classes and the model for \d+: write nc there"):
+        Model(cfg)
+
+
 @pytest.mark.parametrize("key", ["nc", "depth_multiple", "width_multiple", "anchors", "backbone", "head"])
 def test_missing_key_is_named(key):
     cfg = stock()

@@ -20,6 +20,21 @@ SCHEDULE_KEYS = [key for key in SCHEDULES if not key.endswith("_epoch_end") and 
 CFGS = list(json.loads((parity.GOLDEN / "model" / "param_groups.json").read_text()))
 
 
+@pytest.mark.parametrize(
+    ("batch", "lr0", "warmup"),
+    [(16, 0.01, 3), (64, 0.01, 3), (96, 0.012247, 3), (128, 0.014142, 5), (256, 0.02, 5), (384, 0.024495, 5)],
+)
+def test_large_batches_learn_faster_after_a_longer_warmup(batch, lr0, warmup):
+    hyp = {"lr0": 0.01, "warmup_epochs": 3, "momentum": 0.9}
+    changed = optim.for_large_batch(hyp, batch)
+    assert changed == {"lr0": pytest.approx(lr0, abs=1e-6), "warmup_epochs": warmup, "momentum": 0.9}
+    assert hyp == {"lr0": 0.01, "warmup_epochs": 3, "momentum": 0.9}
+
+
+def test_a_longer_warmup_stays():
+    assert optim.for_large_batch({"lr0": 0.01, "warmup_epochs": 7.5}, 256)["warmup_epochs"] == 7.5
+
+
 class Implicit(nn.Module):
     def __init__(self):
         super().__init__()

@@ -62,15 +62,26 @@ TRAIN = {
 }
 TRAIN_OURS = {
     "--allow-background": ([], True, False),
+    "--strict-data": ([], True, False),
     "--fast-dataloader": ([], True, False),
     "--persistent-workers": ([], True, False),
     "--worker-tensor": ([], True, False),
     "--fast-loss": ([], True, False),
+    "--fast-val": ([], True, False),
     "--ota-last": (["5"], 5, None),
     "--micro-batch-size": (["4"], 4, 0),
     "--prefetch-factor": (["4"], 4, None),
     "--loader-timeout": (["60"], 60, 300),
     "--seed": (["7"], 7, None),
+    "--fast-step": ([], True, False),
+    "--sync-interval": (["20"], 20, 10),
+    "--cuda-graph": ([], True, False),
+    "--fast": ([], True, False),
+    "--amp": (["bf16"], "bf16", None),
+    "--heads": (["4"], 4, 0),
+    "--head-config": (["h.yaml"], "h.yaml", ""),
+    "--transfer-weights": ([], True, False),
+    "--auto-lr": ([], True, False),
     "--subset-size": (["100"], 100, 0),
     "--subset-seed": (["3"], 3, 0),
     "--overfit": ([], True, False),
@@ -100,6 +111,7 @@ TEST = {
     "--name": (["n"], "n", "exp"),
     "--exist-ok": ([], True, False),
     "--no-trace": ([], True, False),
+    "--one-class-score": ([], True, False),
     "--v5-metric": ([], True, False),
 }
 
@@ -119,12 +131,12 @@ def test_stock_flags_keep_type_and_default(make_parser, table):
 
 def test_no_flag_is_undocumented_here():
     assert set(vars(train_parser().parse_args([]))) == {destination(flag) for flag in TRAIN | TRAIN_OURS}
-    assert set(vars(test_parser().parse_args([]))) == {destination(flag) for flag in TEST}
+    assert set(vars(test_parser().parse_args([]))) == {destination(flag) for flag in TEST} | {"strict_data"}
 
 
 def test_our_flags_are_off_by_default():
-    defaults = vars(train_parser().parse_args([]))
-    assert not any(defaults[destination(flag)] for flag in TRAIN_OURS if flag != "--loader-timeout")
+    defaults, numbers = vars(train_parser().parse_args([])), ("--loader-timeout", "--sync-interval")
+    assert not any(defaults[destination(flag)] for flag in TRAIN_OURS if flag not in numbers)
     line = [word for flag, (arguments, _, _) in TRAIN_OURS.items() for word in (flag, *arguments)]
     on = vars(train_parser().parse_args(line))
     assert all(on[destination(flag)] for flag in TRAIN_OURS)
@@ -145,6 +157,19 @@ def test_optional_values():
     assert train_parser().parse_args(["--resume", "a/last.pt"]).resume == "a/last.pt"
     assert train_parser().parse_args(["--evolve", "5"]).evolve == 5
     assert train_parser().parse_args(["--freeze", "11"]).freeze == [11]
+
+
+def test_freeze_takes_ranges(capsys):
+    assert train_parser().parse_args(["--freeze", "3-5", "9"]).freeze == [3, 4, 5, 9]
+    for wrong in ("5-3", "3-3", "a", "3-"):
+        with pytest.raises(SystemExit):
+            train_parser().parse_args(["--freeze", wrong])
+        assert f"'{wrong}' is neither a layer number nor a range such as 29-76" in capsys.readouterr().err
+
+
+def test_transfer_needs_a_checkpoint():
+    with pytest.raises(ValueError, match="--transfer-weights takes backbone and neck from --weights"):
+        check_train_options(train_parser().parse_args(["--cfg", "c.yaml", "--transfer-weights"]))
 
 
 @pytest.mark.parametrize("line", ["--epochs many", "--unknown-flag", "--img-size", "--local_rank x"])
@@ -176,7 +201,7 @@ def parsed(line):
         ("--cfg=", "give --cfg .* or --weights"),
         ("--epochs 0", "--epochs 0 is too small: it has to be at least 1"),
         ("--batch-size -2", "--batch-size -2 is too small"),
-        ("--batch-size 0", "--batch-size 0 has to be at least 1"),
+        ("--batch-size 0", "--batch-size 0 is too small: it has to be at least 1"),
         ("--batch-size -1 --device 0,1", "-1, what fits, is for one GPU a process"),
         ("--workers -2", "--workers -2 is too small: it has to be at least 0"),
         ("--test-batch-size 0", "--test-batch-size 0 is too small"),
@@ -308,11 +333,11 @@ def test_stock_file_is_read_without_a_word(tmp_path, caplog):
 
 
 def test_unknown_keys_are_named_once_and_dropped(tmp_path, caplog):
-    (tmp_path / "opt.yaml").write_text("epochs: 5\nheads: 4\nhead_config: a.yaml\n1: 2\n")
+    (tmp_path / "opt.yaml").write_text("epochs: 5\nrl_augment: true\nhead_params: a.yaml\n1: 2\n")
     opt = load_options(tmp_path / "opt.yaml")
-    assert opt.epochs == 5 and opt.batch_size == 16 and not hasattr(opt, "heads")
+    assert opt.epochs == 5 and opt.batch_size == 16 and not hasattr(opt, "rl_augment")
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "opt.yaml: options unknown here are ignored: heads, head_config, 1" in caplog.text
+    assert "opt.yaml: options unknown here are ignored: rl_augment, head_params, 1" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,17 @@ def test_class_names_from_lists_dicts_and_nothing():
 # ---- results
 
 
+def test_class_names_that_cannot_be_drawn_as_they_are(tmp_path, recwarn):
+    names = ["é", "名", "a\nb", "$x$y", "\ud800"]
+    drawn = [image_grid.class_name(names, index) for index in range(5)]
+    assert drawn == ["é", "\\u540d", "a\\nb", "$x$y", "\\ud800"]
+    images, rows = np.zeros((1, 3, 64, 64), np.uint8), np.array([(0, index, 0.5, 0.5, 0.4, 0.4) for index in range(5)])
+    image_grid.plot_images(images, rows, ["名\n.jpg"], tmp_path / "grid.jpg", names)
+    chart = plots.plot_labels(np.array([(index, 0.5, 0.5, 0.4, 0.4) for index in range(5)]), names, tmp_path)
+    assert size_of(tmp_path / "grid.jpg") and size_of(chart)
+    assert not [warning for warning in recwarn if "Glyph" in str(warning.message)]
+
+
 def test_read_results_by_hand(tmp_path):
     table = plots.read_results(write_results(tmp_path / "results.txt"))
     assert table.shape == (3, 15)

@@ -56,6 +56,22 @@ def test_losses_are_the_running_mean_of_the_epoch(tmp_path):
     assert report.results_text().splitlines()[1].split()[:3] == ["1/1", "0G", "5"]
 
 
+def test_losses_that_come_late_in_blocks_have_the_same_mean(tmp_path):
+    """To the last bit, whatever the blocks; the bar shows what is known."""
+    losses = torch.rand(7, 4, generator=torch.Generator().manual_seed(0))
+    texts = []
+    for blocks in ((1,) * 7, (0, 0, 3, 0, 0, 3, 0)):
+        report = open_quiet(tmp_path / str(len(texts)))
+        rows = iter(losses)
+        for count in report.epoch(0, list(blocks), len(blocks)):
+            new = torch.stack([next(rows) for _ in range(count)]) if count else torch.zeros(0, 4)
+            report.batch(new, IMAGES, torch.zeros(5, 6), PATHS)
+        report.losses(torch.stack([*rows, *torch.zeros(0, 4)]) if sum(blocks) < 7 else torch.zeros(0, 4))
+        report.epoch_done((0,) * 7, RATES)
+        texts.append((report.results_text(), report.mean_losses))
+    assert texts[0][0] == texts[1][0] and torch.equal(texts[0][1], texts[1][1])
+
+
 def test_header_and_progress_bar(tmp_path, caplog, capsys):
     caplog.set_level(logging.INFO)
     report = open_quiet(tmp_path)

@@ -9,7 +9,7 @@ import torch
 
 import train
 from tests import small_run
-from tests.test_train import CPU_ONLY, ROOT, SLOW_WARMUP, no_pictures, results_of  # noqa: F401  (a fixture)
+from tests.test_train import CPU_ONLY, ROOT, SLOW_WARMUP, results_of
 from utils import full_state
 from utils.checkpoint import read_checkpoint
 from utils.plots import read_results
@@ -18,7 +18,7 @@ FAST_WARMUP = {"warmup_min_iters": 1, "warmup_epochs": 0.0}
 
 
 @pytest.fixture
-def opened(monkeypatch, no_pictures):  # noqa: F811
+def opened(monkeypatch, no_pictures):
     """The Loaders of the runs of a test."""
     seen, original = [], train.open_loaders
     monkeypatch.setattr(train, "open_loaders", lambda *args: seen.append(original(*args)) or seen[-1])
@@ -52,7 +52,7 @@ def test_epochs_of_few_batches(tmp_path, opened):
     assert opened[0].train.sampler.epoch == 1, "three epochs of two batches are one pass"
 
 
-def test_rhythm_of_validation_and_of_files(tmp_path, no_pictures):  # noqa: F811
+def test_rhythm_of_validation_and_of_files(tmp_path, no_pictures):
     run = small_run.run(tmp_path, "--epochs", "9", "--eval-interval", "4", "--save-period", "2", hyp=SLOW_WARMUP)
     tested = [line.split()[12] != "0" for line in results_of(run).splitlines()]  # the box loss of validation
     assert tested == [False] * 3 + [True] * 6, "later lines repeat the last validation"
@@ -77,7 +77,7 @@ def test_image_size_by_epoch(tmp_path, opened, monkeypatch):
     assert opened[0].dataset.imgs[0].shape[0] == 32, "and the cache is that of the stage"
 
 
-def test_patience_ends_a_run(tmp_path, no_pictures, monkeypatch):  # noqa: F811
+def test_patience_ends_a_run(tmp_path, no_pictures, monkeypatch):
     scores = iter([0.1, 0.5, 0.4, 0.3, 0.2, 0.1])
     monkeypatch.setattr(train, "fitness", lambda results: next(scores))
     run = small_run.run(tmp_path, "--epochs", "6", "--patience", "2")

@@ -30,20 +30,6 @@ def results_of(run_folder):
     return (run_folder / "results.txt").read_text()
 
 
-@pytest.fixture
-def no_pictures(monkeypatch):
-    """Runs draw nothing: pictures take longer than the training of so small a model, and have tests of their own."""
-    report, evaluate = train.open_report, train.evaluate
-
-    def open_report(*args):
-        opened = report(*args)
-        opened.pictures = False
-        return opened
-
-    monkeypatch.setattr(train, "open_report", open_report)
-    monkeypatch.setattr(train, "evaluate", lambda *args, **kw: evaluate(*args, **(kw | {"picture_dir": None})))
-
-
 # ---- equality with stock -------------------------------------------------------------------------------------------
 
 # These runs amplify rounding: the same code with two threads instead of one, and the same code on another processor,

@@ -12,7 +12,7 @@ from utils.checkpoint import read_checkpoint, save
 from utils.ema import ModelEMA
 from utils.feed import Batch
 from utils.optim import build_optimizer, lr_factor
-from utils.training import Training, freeze_layers
+from utils.training import Training, freeze_layers, precision_of
 
 HYP = {"warmup_bias_lr": 0.1, "warmup_momentum": 0.8, "momentum": 0.9}
 LR0 = 0.01
@@ -120,6 +120,30 @@ def test_schedule_is_one_epoch_late():
     assert training.end_epoch() == [LR0] * 3
     rates = [training.end_epoch()[0] for _ in range(3)]
     assert rates == pytest.approx([LR0 * factor(0), LR0 * factor(1), LR0 * factor(2)])
+
+
+def test_step_updates_every_so_many_batches():
+    training = new_training(total_batch=32, num_warmup=0)
+    training.begin_epoch()
+    updates = []
+    for i in range(1, 6):  # iteration 0 would be warm-up
+        training.step(i, 0, batch(i))
+        updates.append(training.ema.updates)
+    assert training.accumulate == 2 and updates == [0, 1, 1, 2, 2]
+    assert training.late_items().shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "expected"),
+    [(None, "cuda", torch.float16), (None, "cpu", None), ("fp16", "cuda", torch.float16), ("off", "cuda", None),
+     ("bf16", "cuda", torch.bfloat16), ("bf16", "cpu", torch.bfloat16), ("off", "cpu", None)],
+)  # fmt: skip
+def test_precision(name, device, expected, caplog):
+    assert precision_of(name, device) is expected and not caplog.records
+
+
+def test_half_precision_is_for_gpus(caplog):
+    assert precision_of("fp16", "cpu") is None and "--amp fp16 is for GPUs" in caplog.text
 
 
 # ---- freezing -------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ results.png.
     first batch   seconds from the start of making the loader (the data set is there) to the first batch
     gap           milliseconds that the first batch of a later epoch takes; compare it with `batch`, any other batch
     main, workers share of a core that the main process (with its threads) and each worker use
+    worker ms/img CPU time of all workers for an image
     memory        proportional set size of main process and workers together, pictures in RAM included
 """
 
@@ -30,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.bench_samples import make_dataset
 from utils import datasets
+from utils.finishing import Unfinished
 from utils.hyp import load_hyp
 
 LOADERS = {
@@ -38,11 +40,12 @@ LOADERS = {
     "--worker-tensor": {"worker_tensor": True},
     "--fast-dataloader": {"persistent_workers": True, "worker_tensor": True},
     "--fast-dataloader --seed 7": {"persistent_workers": True, "worker_tensor": True, "seed": 7},
+    "--fast-dataloader --fast-step": {"persistent_workers": True, "worker_tensor": True, "finish_later": True},
 }
 COLUMNS = {
     "img/s": ("rate", "{:,.0f}"), "main": ("main_share", "{:.2f}"), "workers": ("worker_share", "{:.2f}"),
-    "first batch s": ("first_batch", "{:.2f}"), "gap ms": ("gap", "{:.1f}"), "batch ms": ("interval", "{:.1f}"),
-    "memory GB": ("memory", "{:.2f}"),
+    "worker ms/img": ("worker_cost", "{:.2f}"), "first batch s": ("first_batch", "{:.2f}"),
+    "gap ms": ("gap", "{:.1f}"), "batch ms": ("interval", "{:.1f}"), "memory GB": ("memory", "{:.2f}"),
 }  # fmt: skip
 
 
@@ -100,21 +103,30 @@ def measure(dataset, options, flags):
                 num_images += len(images)
                 (intervals if k else gaps).append(waited * 1e3)
             if on_gpu:
-                images = images.to("cuda", non_blocking=True)
+                on_device(images)
             before = time.perf_counter()
     if on_gpu:
         torch.cuda.synchronize()
     wall = time.perf_counter() - began
     workers = children()
+    worker_seconds = cpu_seconds(workers) - workers_began
     return {
         "rate": num_images / wall,
         "main_share": (time.process_time() - main_began) / wall,
-        "worker_share": (cpu_seconds(workers) - workers_began) / wall / max(len(workers), 1),
+        "worker_share": worker_seconds / wall / max(len(workers), 1),
+        "worker_cost": 1e3 * worker_seconds / num_images,
         "first_batch": first_batch,
         "gap": statistics.median(gaps),
         "interval": statistics.median(intervals or gaps),
         "memory": memory_bytes([os.getpid(), *workers]) / 1e9,
     }
+
+
+def on_device(images):
+    """A batch on the GPU, and finished there if its workers have left that to it (--fast-step)."""
+    if isinstance(images, Unfinished):
+        return Unfinished(*(part.to("cuda", non_blocking=True) for part in images)).finished()
+    return images.to("cuda", non_blocking=True)
 
 
 def fine_tuning(options, flags):
@@ -185,7 +197,7 @@ def parse():
     parser.add_argument("--cache", action="store_true", help="pictures in RAM")
     parser.add_argument("--epochs", type=int, default=3, help="measured epochs of each run")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--loaders", nargs="+", choices=list(LOADERS), default=list(LOADERS))
+    parser.add_argument("--loaders", nargs="+", choices=[name.removeprefix("--") for name in LOADERS])
     parser.add_argument("--micro-batch-size", type=int, default=0)
     parser.add_argument("--prefetch-factor", type=int, default=None)
     parser.add_argument("--out", default="runs/bench_loader", help="folder of results.json and results.png")
@@ -199,7 +211,7 @@ def main():
         dataset = datasets.LoadImagesAndLabels(
             source, options.img, options.batch, augment=True, hyp=load_hyp(options.hyp), cache_images=options.cache
         )
-        results = {name: [] for name in options.loaders}
+        results = {name: [] for name in LOADERS if name.removeprefix("--") in (options.loaders or name)}
         for repeat in range(options.repeats):
             for name in results:
                 results[name].append(in_process(dataset, options, LOADERS[name]))

@@ -5,7 +5,9 @@ objects cut out at once, every picture of a mosaic decoded, one polygon after th
 Both make the same draws, so their samples must be equal, which is checked, too.
 
     python tools/bench_samples.py                     # 320 and 640 px, p5 and tiny hyper-parameters
-    python tools/bench_samples.py --samples 320 --repeats 5 --sizes 640
+    python tools/bench_samples.py --samples 320 --repeats 5 --sizes 640 --cache --boxes
+
+"in a batch" is ours once more, written into a buffer that is there already, as the workers of --worker-tensor do it.
 
 The data set is synthetic and temporary: 640 x 480 JPEGs, a quarter upright, with about 8 polygons of 12 to 44 points.
 """
@@ -39,8 +41,11 @@ HYPS = {
 }
 
 
-def make_dataset(folder, num_images, seed=0):
-    """Write JPEGs of quality 92, about 85 kB each, and polygon labels; returns the folder of the pictures."""
+def make_dataset(folder, num_images, seed=0, boxes=False):
+    """Write JPEGs of quality 92, about 85 kB each, and polygon labels, or the `boxes` round them.
+
+    Returns the folder of the pictures.
+    """
     rng = np.random.default_rng(seed)
     images, labels = folder / "images", folder / "labels"
     images.mkdir(), labels.mkdir()
@@ -52,7 +57,7 @@ def make_dataset(folder, num_images, seed=0):
         img = (smooth + grain.reshape(height, width, 1)).clip(0, 255).astype(np.uint8)
         cv2.imwrite(str(images / f"{k:04}.jpg"), img, [cv2.IMWRITE_JPEG_QUALITY, 92])
         rows = [random_polygon(rng) for _ in range(rng.poisson(8))]
-        (labels / f"{k:04}.txt").write_text("\n".join(rows))
+        (labels / f"{k:04}.txt").write_text("\n".join(map(box_around, rows) if boxes else rows))
     return images
 
 
@@ -64,6 +69,14 @@ def random_polygon(rng):
     centre = rng.uniform(0.1, 0.9, (2, 1))
     points = (centre + radii * np.stack((np.cos(angles), np.sin(angles)))).clip(0, 1)
     return " ".join([str(rng.integers(80)), *(f"{value:.6f}" for value in points.T.ravel())])
+
+
+def box_around(line):
+    """The label file's line of the box round a polygon."""
+    category, *values = line.split()
+    points = np.array(values, float).reshape(-1, 2)
+    low, high = points.min(0), points.max(0)
+    return " ".join([category, *(f"{value:.6f}" for value in (*(low + high) / 2, *(high - low)))])
 
 
 # The plain form of what our modules do in a quicker way.
@@ -124,6 +137,20 @@ def our_form():
     yield
 
 
+@contextmanager
+def our_form_in_a_batch():
+    """Each sample goes where the last one was."""
+    places = {}
+    with mock.patch.object(
+        datasets.LoadImagesAndLabels, "new_image",
+        lambda dataset, shape, dtype: places.setdefault(shape, np.empty(shape, dtype)),
+    ):  # fmt: skip
+        yield
+
+
+FORMS = {"plain": plain_form, "ours": our_form, "in a batch": our_form_in_a_batch}
+
+
 def measure(dataset, form, num_samples, seed):
     """(CPU milliseconds per sample, check sum of all samples)."""
     random.seed(seed)
@@ -139,15 +166,16 @@ def measure(dataset, form, num_samples, seed):
 
 
 def compare(dataset, num_samples, repeats):
-    """Medians of CPU ms per sample, plain and ours, measured in turns."""
-    times = {"plain": [], "ours": []}
+    """CPU ms per sample of each form in each repeat, measured in turns."""
+    times = {name: [] for name in FORMS}
     for repeat in range(repeats):
-        plain, expected = measure(dataset, plain_form, num_samples, repeat)
-        ours, actual = measure(dataset, our_form, num_samples, repeat)
-        if actual != expected:
-            raise SystemExit(f"samples differ from the plain form (seed {repeat})")
-        times["plain"].append(plain)
-        times["ours"].append(ours)
+        expected = None
+        for name, form in FORMS.items():
+            duration, actual = measure(dataset, form, num_samples, repeat)
+            times[name].append(duration)
+            expected = expected or actual
+            if actual != expected:
+                raise SystemExit(f"samples {name!r} differ from the plain form (seed {repeat})")
     return times
 
 
@@ -158,23 +186,30 @@ def main():
     parser.add_argument("--repeats", type=int, default=3, help="measurements of each form, in turns")
     parser.add_argument("--sizes", type=int, nargs="+", default=[320, 640])
     parser.add_argument("--hyps", nargs="+", choices=list(HYPS), default=list(HYPS))
+    parser.add_argument("--cache", action="store_true", help="pictures in RAM")
+    parser.add_argument("--boxes", action="store_true", help="labels without polygons")
     options = parser.parse_args()
 
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        images = make_dataset(Path(folder), options.images)
+        images = make_dataset(Path(folder), options.images, boxes=options.boxes)
         size = sum(path.stat().st_size for path in images.iterdir()) / options.images
-        print(f"OpenCV {cv2.__version__}, NumPy {np.__version__}; {options.images} JPEGs of {size / 1e3:.0f} kB")
-        print(f"{'size':>5}{'hyp':>6}{'plain ms':>10}{'ours ms':>9}{'ratio':>7}   ratio of each repeat")
+        kinds = f"{'boxes' if options.boxes else 'polygons'}, {'cached' if options.cache else 'from files'}"
+        print(
+            f"OpenCV {cv2.__version__}, NumPy {np.__version__}; {options.images} JPEGs of {size / 1e3:.0f} kB, {kinds}"
+        )
+        print(f"{'size':>5}{'hyp':>6}" + "".join(f"{name + ' ms':>15}" for name in FORMS) + "  ours/plain, each repeat")
         for side in options.sizes:
             for name in options.hyps:
-                dataset = datasets.LoadImagesAndLabels(str(images), side, augment=True, hyp=HYPS[name])
+                dataset = datasets.LoadImagesAndLabels(
+                    str(images), side, augment=True, hyp=HYPS[name], cache_images=options.cache
+                )
                 times = compare(dataset, options.samples, options.repeats)
-                plain, ours = (statistics.median(times[form]) for form in ("plain", "ours"))
+                medians = "".join(f"{statistics.median(values):>15.2f}" for values in times.values())
                 ratios = [b / a for a, b in zip(times["plain"], times["ours"], strict=True)]
                 each = " ".join(f"{ratio:.2f}" for ratio in ratios)
-                print(f"{side:>5}{name:>6}{plain:>10.1f}{ours:>9.1f}{ours / plain:>7.2f}   {each}", flush=True)
+                print(f"{side:>5}{name:>6}{medians}  {statistics.median(ratios):.2f}: {each}", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,30 +2,31 @@
 
 `owners` is the heart: for every candidate of a Plan the target that it learns, or -1. Two ways lead to the same answer:
 
-    flat      all pairs of a target and a candidate of its image in one list, ordered by one sort with keys (target,
-              cost): fixed shapes, few kernels, no loop; for a GPU
-    by image  one image after another on small matrices: fast on a CPU, which sorts slowly and launches quickly; and in
-              bounded memory, so it also takes the crowded batches of a GPU
+    flat      all pairs of a target and a candidate of its image in one list, sorted by cost and then by target: fixed
+              shapes, few kernels, no loop; for a GPU. A crowded batch is taken in pieces, in bounded memory
+    by image  one image after another (`assign_by_image`); for a CPU, which sorts slowly and starts small work quickly
 
-Equal costs go to the lowest candidate in both, because a key is a cost and a position in one integer.
+Equal costs go to the lowest candidate in both: the sorts are stable.
 """
 
 import logging
 from dataclasses import fields
+from itertools import pairwise
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from utils import assign
-from utils.assign import Cells, Matches, decode, dynamic_k, matching_cost, overlap_cost
-from utils.boxes import paired_iou
+from utils import assign, assign_by_image
+from utils.assign import IOU_WEIGHT, Cells, Matches, joint_class_logits
 from utils.loss_plan import prepare
 
 logger = logging.getLogger(__name__)
 
-FLAT_PAIRS = 12_000_000  # at most, about 1 GB of passing memory
-CHUNK_PAIRS = 2_000_000  # of the way by image
-HIGH = 1 << 32  # a key is high word * HIGH + low word
-LARGEST = (1 << 31) - 1
+FLAT_PAIRS = 12_000_000  # at once, about 1 GB of passing memory; beyond that, and then in pieces of
+PIECE_PAIRS = 5_000_000
+CACHED_ROWS = 1024  # decoded at once on a CPU: what passes then stays in its cache
+HIGH = 1 << 32  # a vote is number of takers * HIGH + sum of their rows
 
 
 @torch.no_grad()
@@ -44,33 +45,38 @@ def ota(predictions, targets, anchors, strides, image_size, *, anchor_threshold=
         targets.cpu(), [prediction.shape for prediction in predictions], anchors.cpu(), strides, image_size,
         anchor_threshold=anchor_threshold, reach=reach, padded=predictions[0].device.type != "cpu",
     ).to(predictions[0].device)  # fmt: skip
-    rows = [
-        prediction.reshape(-1, prediction.shape[-1])[index]
-        for prediction, index in zip(predictions, plan.layout().cell_index.split(plan.sizes.cells), strict=True)
-    ]
-    return matches(plan, owners(torch.cat(rows), plan, num_ious), anchors)
+    rows = gather_rows(plan.layout.cell_index, plan.sizes.cells, predictions)
+    return matches(plan, owners(rows, plan, num_ious), anchors)
+
+
+def gather_rows(cell_index, sizes, predictions):
+    """Rows [u x 5+nc] of the cells `cell_index` [u], of which each layer has one of `sizes`."""
+    parts = zip(predictions, cell_index.split(sizes), strict=True)
+    return torch.cat([grid.reshape(-1, grid.shape[-1]).index_select(0, index) for grid, index in parts])
 
 
 @torch.no_grad()
-def owners(rows, plan, num_ious=10):
+def owners(rows, plan, num_ious=10, boxes=None):
     """Which target row of `plan` each of its candidates learns [m], -1 for none; targets there are sorted by image.
 
     rows      [u x 5+classes, raw predictions] of the distinct cells of the plan
     num_ious  how many of the best overlaps vote on the number of candidates of a target
+    boxes     centre and size [u x 2 each] of `boxes_in_cells(rows, ...)`, if known
     """
-    layout = plan.layout()
+    layout = plan.layout
     if plan.sizes.candidates == 0:
         return torch.full_like(layout.proposer, -1)
-    scale = layout.anchor_size, layout.stride
-    cells = Cells(*decode(rows.float(), layout.corner, *scale))
     if not plan.padded:
-        return _owners_by_image(cells, layout, plan.blocks, num_ious)
+        cells = decode(rows.float(), layout, boxes, at_once=CACHED_ROWS)
+        return assign_by_image.owners(cells, layout, plan.blocks(), num_ious)
+    cells = decode(rows.float(), layout, boxes)
+    pieces = [Piece(0, plan.sizes.targets, 0, plan.sizes.pairs)]
     if plan.sizes.pairs > FLAT_PAIRS:
         if rows.is_cuda and torch.cuda.is_current_stream_capturing():
             raise ValueError(f"{plan.sizes} are too many pairs for a CUDA graph (at most {FLAT_PAIRS}): run it without")
         _tell_once(plan.sizes.pairs)
-        return _owners_by_image(cells, layout, plan.blocks, num_ious)
-    return _owners_flat(cells, layout, plan.sizes, num_ious)
+        pieces = _pieces(plan, PIECE_PAIRS)
+    return _owners_flat(cells, layout, pieces, num_ious)
 
 
 _told = set()
@@ -80,49 +86,119 @@ def _tell_once(pairs):
     if not _told:
         _told.add(True)
         logger.warning(
-            "a crowded batch (%d pairs of a box and a cell, more than %d): its images are assigned one by one, which "
-            "is slower and needs less memory; later ones will not be reported", pairs, FLAT_PAIRS)  # fmt: skip
+            "a crowded batch (%d pairs of a box and a cell, more than %d): it is assigned piece by piece, which is "
+            "slower and needs less memory; later ones will not be reported", pairs, FLAT_PAIRS)  # fmt: skip
+
+
+# --- what the cells predict ------------------------------------------------------------------------------------------
+
+
+def boxes_in_cells(rows, layout):
+    """Centre, from the corner of the cell, and size [u x 2 each] of the boxes in `rows` [u x 5+nc], in cells."""
+    doubled = rows[:, :4].sigmoid() * 2
+    return doubled[:, :2] - 0.5, doubled[:, 2:] ** 2 * layout.anchor_size
+
+
+def decode(rows, layout, boxes=None, at_once=None):
+    """`assign.decode` of the distinct cells; `rows` [u x 5+nc] float32, so many `at_once` or all."""
+    centre, size = boxes or boxes_in_cells(rows, layout)
+    centre, half = (centre + layout.corner) * layout.stride, size * layout.stride / 2
+    corners = torch.cat((centre - half, centre + half), 1)
+    parts = [joint_class_logits(part[:, 5:], part[:, 4:5]) for part in rows.split(at_once or len(rows))]
+    return Cells(corners, *(part[0] if len(part) == 1 else torch.cat(part) for part in zip(*parts, strict=True)))
 
 
 # --- all pairs in one list -------------------------------------------------------------------------------------------
 
 
-def _owners_flat(cells, layout, sizes, num_ious):
-    pair = torch.arange(sizes.pairs, device=layout.proposer.device)
-    target = torch.repeat_interleave(layout.num_pairs, output_size=sizes.pairs)
-    first_pair = layout.num_pairs.cumsum(0) - layout.num_pairs
-    candidate = (pair + (layout.first_candidate - first_pair)[target]).clamp_(max=sizes.candidates - 1)
+class Piece(NamedTuple):
+    """A range of targets, and the range of their pairs."""
+
+    first_target: int
+    last_target: int  # not included
+    first_pair: int
+    num_pairs: int
+
+
+def _pieces(plan, most):
+    """The targets of `plan` in pieces of at most `most` pairs, without padding."""
+    num_targets, num_candidates = plan.per_image
+    ends = np.repeat(num_candidates, num_targets).cumsum()  # [targets] of their pairs
+    cuts = [0]
+    while cuts[-1] < len(ends):
+        start = ends[cuts[-1] - 1] if cuts[-1] else 0
+        cuts.append(max(int(ends.searchsorted(start + most, side="right")), cuts[-1] + 1))
+    edges = [0, *ends[np.array(cuts[1:], dtype=int) - 1].tolist()]
+    return [
+        Piece(first, last, start, end - start)
+        for (first, last), (start, end) in zip(pairwise(cuts), pairwise(edges), strict=True)
+    ]
+
+
+def _owners_flat(cells, layout, pieces, num_ious):
+    """The owner [m] of each candidate; `pieces` cover all targets that have pairs."""
+    area = (cells.boxes[:, 2:] - cells.boxes[:, :2]).prod(1, keepdim=True)
+    cell_values = torch.cat((cells.boxes, area, cells.background_cost[:, None]), 1)
+    votes, lowest, cheapest = torch.zeros_like(layout.proposer), None, None
+    for piece in pieces:
+        target, candidate, iou, cost = _pairs(cell_values, cells.class_logits, layout, piece)
+        by_cost = cost.sort(stable=True).indices
+        _vote(votes, layout, piece, (target.int(), candidate, iou, by_cost), num_ious)
+        first = torch.full_like(votes, piece.num_pairs)  # the place of a candidate's cheapest pair in `by_cost`
+        first.scatter_reduce_(0, candidate[by_cost], torch.arange(piece.num_pairs, device=first.device), "amin")
+        pair = by_cost[first.clamp(max=piece.num_pairs - 1)]
+        if len(pieces) == 1:
+            return _owner(votes, target[pair])
+        here = torch.where(first < piece.num_pairs, cost[pair], torch.inf)
+        target = target[pair] + piece.first_target
+        cheapest = target if lowest is None else torch.where(here < lowest, target, cheapest)
+        lowest = here if lowest is None else torch.minimum(here, lowest)
+    return _owner(votes, cheapest)
+
+
+def _pairs(cell_values, class_logits, layout, piece):
+    """The pairs of a piece by target, then by candidate: target (counted in the piece), candidate, IoU, cost [p each].
+
+    cell_values [u x 6: x1, y1, x2, y2, area, cost of no class]
+    """
+    rows = slice(piece.first_target, piece.last_target)
+    target = torch.repeat_interleave(layout.num_pairs[rows], output_size=piece.num_pairs)
+    pair = torch.arange(piece.first_pair, piece.first_pair + piece.num_pairs, device=target.device)
+    candidate = pair.add_((layout.first_candidate - layout.first_pair)[rows][target])
+    candidate.clamp_(max=len(layout.proposer) - 1)  # the last target's pairs are padding
     cell = layout.cell_of_candidate[candidate]
 
-    iou = paired_iou(layout.target_xyxy[target], cells.boxes[cell]).nan_to_num(0.0)
-    class_cost = cells.background_cost[cell] - cells.class_logits[cell, layout.target_class[target]]
-    cost = _sortable(class_cost + overlap_cost(iou))
+    true, mine = layout.target_xyxy[rows][target], cell_values[cell]
+    overlap = torch.min(true[:, 2:4], mine[:, 2:4]).sub_(torch.max(true[:, :2], mine[:, :2])).clamp_(min=0)
+    intersection = overlap[:, 0] * overlap[:, 1]
+    union = (true[:, 4] + mine[:, 4]).sub_(intersection)
+    iou = intersection.div_(union).nan_to_num_(0.0)  # two boxes without area
 
-    place = torch.arange(num_ious, device=pair.device)  # of a target's pairs in ascending order
-    exists = place < layout.num_candidates[:, None]
-    position = (first_pair[:, None] + place).clamp_(max=sizes.pairs - 1)  # [t x num_ious]
-    falling = (target * HIGH + (LARGEST - _sortable(iou))).sort().values % HIGH  # no overlap is negative
-    best_ious = (LARGEST - falling[position]).int().view(torch.float32)
-    num_wanted = torch.where(exists, best_ious, 0.0).sum(1).int().clamp(min=1)
+    cost = mine[:, 5] - class_logits[cell, layout.target_class[rows][target]]
+    return target, candidate, iou, cost.add_((iou + 1e-8).log_().mul_(-IOU_WEIGHT))
 
-    cheapest_first = (target * HIGH + cost).sort(stable=True).indices[position]
+
+def _vote(votes, layout, piece, pairs, num_ious):
+    """Each target of the piece votes for the candidates that it takes: the cheapest, as many as its best overlaps say.
+
+    pairs  target (int32), candidate, IoU, and the order by cost [p each]
+    """
+    target, candidate, iou, by_cost = pairs
+    rows = slice(piece.first_target, piece.last_target)
+    place = torch.arange(num_ious, device=votes.device)
+    exists = place < layout.num_candidates[rows, None]
+    position = torch.add(layout.first_pair[rows, None], place)
+    position.sub_(piece.first_pair).clamp_(max=piece.num_pairs - 1)
+
+    def first_of_each(order):  # [t x num_ious] the first pairs of every target in this order of all pairs
+        return order[target[order].sort(stable=True).indices[position]]
+
+    best_ious = iou[first_of_each(iou.sort(descending=True).indices)]
+    num_wanted = torch.where(exists, best_ious, 0.0).sum(1).int().clamp_(min=1)
     taken = exists & (place < num_wanted[:, None])
-    least = torch.full_like(layout.proposer, torch.iinfo(torch.long).max)
-    least.scatter_reduce_(0, candidate, cost * HIGH + target, "amin")
-    return _owner(_votes(candidate[cheapest_first], taken, layout.proposer), least % HIGH)
-
-
-def _sortable(values):
-    """Integers (int64, but within int32) in the order of `values`, float32; 0 and -0 are equal."""
-    bits = (values + 0.0).view(torch.int32)
-    return (bits ^ ((bits >> 31) & LARGEST)).long()
-
-
-def _votes(candidate, taken, like):
-    """For each candidate the number of its takers * HIGH + the sum of their rows, which is the taker if it is one."""
-    row = torch.arange(len(candidate), device=like.device)
-    votes = taken * (HIGH + row)[:, None]
-    return torch.zeros_like(like).scatter_add_(0, candidate.reshape(-1), votes.reshape(-1))
+    row = torch.arange(piece.first_target + HIGH, piece.last_target + HIGH, device=votes.device)
+    chosen = candidate[first_of_each(by_cost)]
+    votes.scatter_add_(0, chosen.reshape(-1), (taken * row[:, None]).reshape(-1))
 
 
 def _owner(votes, cheapest):
@@ -132,55 +208,19 @@ def _owner(votes, cheapest):
     return torch.where(num_takers > 0, owner, -1)
 
 
-# --- one image after another -----------------------------------------------------------------------------------------
-
-
-def _owners_by_image(cells, layout, blocks, num_ious):
-    owner = torch.full_like(layout.proposer, -1)
-    for block in blocks:
-        here = slice(block.first_candidate, block.first_candidate + block.num_candidates)
-        rivals = cells.take(layout.cell_of_candidate[here])
-        owner[here] = _owners_in_image(rivals, layout, block, num_ious)
-    return owner
-
-
-def _owners_in_image(rivals, layout, block, num_ious):
-    """The owner of each candidate of one image; its targets are taken in chunks, so that memory is bounded."""
-    column = torch.arange(block.num_candidates, device=layout.proposer.device)
-    step = max(CHUNK_PAIRS // block.num_candidates, 1)
-    votes, least, cheapest = torch.zeros_like(column), None, None
-    for start in range(0, block.num_targets, step):
-        first = block.first_target + start
-        rows = slice(first, first + min(step, block.num_targets - start))
-        iou, cost = matching_cost(layout.target_xyxy[rows], layout.target_class[rows], rivals)
-        num_wanted = dynamic_k(iou, num_ious)
-        size = min(num_ious, block.num_candidates)
-        keys = _sortable(cost).mul_(HIGH).add_(column).topk(size, dim=1, largest=False).values
-        taken = column[:size] < num_wanted[:, None]
-        row = torch.arange(rows.start, rows.stop, device=column.device)
-        votes.scatter_add_(0, (keys % HIGH).reshape(-1), (taken * (HIGH + row)[:, None]).reshape(-1))
-        lowest, at = cost.min(0)
-        if least is None:
-            least, cheapest = lowest, at + first
-        else:
-            cheapest = torch.where(lowest < least, at + first, cheapest)
-            least = torch.minimum(lowest, least)
-    return _owner(votes, cheapest)
-
-
 # --- as Matches ------------------------------------------------------------------------------------------------------
 
 
 def matches(plan, owner, anchors):
     """The Matches of candidates with an `owner` [m] of at least 0. Waits for the device: for tests and comparisons."""
-    layout, layers, start = plan.layout(), [], 0
+    layout, layers, start = plan.layout, [], 0
     for layer, (shape, size) in enumerate(zip(plan.shapes, plan.sizes.cells, strict=True)):
         won = ((owner >= 0) & (layout.layer_of_candidate == layer)).nonzero()[:, 0]
         index = layout.cell_index[start : start + size][layout.cell_of_candidate[won] - start]
         start += size
         _, num_anchors, ny, nx, _ = shape
         anchor = index // (ny * nx) % num_anchors
-        target = plan.target_rows.to(owner.device)[owner[won]]
+        target = torch.from_numpy(plan.target_rows).to(owner.device)[owner[won]]
         image = index // (num_anchors * ny * nx)
         layers.append((image, anchor, index // nx % ny, index % nx, target, anchors[layer][anchor]))
     return Matches.of_layers(layers)

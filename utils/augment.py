@@ -10,14 +10,24 @@ from NumPy's. Which calls are made in which order is part of the contract: equal
 import math
 import random
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import cv2
 import numpy as np
 
 from utils.boxes import bbox_ioa, resample_segments
+from utils.polygons import MAX_VERTICES, Polygons, outline_boxes
 
 GREY = 114  # what lies outside the picture
 MAX_OVERLAP = 0.30  # share of a label that something pasted may cover
+LEVELS = np.arange(256.0)  # values of a pixel
+
+
+@lru_cache(maxsize=16)
+def reused(purpose, *shape):
+    """A uint8 array to be overwritten; fresh memory costs more than most of what is written into it."""
+    return np.empty(shape, np.uint8)
 
 
 def letterbox(img, new_shape=(640, 640), color=(GREY, GREY, GREY), auto=True, scaleFill=False, scaleup=True, stride=32):
@@ -61,65 +71,93 @@ class Warp:
     height: int
     has_perspective: bool
 
+    @cached_property
+    def is_axis_aligned(self):
+        """Whether it only scales and shifts, as the shipped hyper-parameters have it."""
+        return not self.has_perspective and self.matrix[0, 1] == self.matrix[1, 0] == 0
+
     def points(self, points):
         """Source points [k x 2] in pixels of the output [k x 2, float64]."""
+        if self.is_axis_aligned:  # the same sums without the terms that are zero
+            return points * self.matrix.diagonal()[:2] + self.matrix[:2, 2]
         homogeneous = np.ones((len(points), 3))
         homogeneous[:, :2] = points
         moved = homogeneous @ self.matrix.T
         return moved[:, :2] / moved[:, 2:] if self.has_perspective else moved[:, :2]
 
     def image(self, img):
-        """The output picture; `img` itself if nothing would change."""
-        if img.shape[:2] == (self.height, self.width) and (self.matrix == np.eye(3)).all():
-            return img
-        size, border = (self.width, self.height), (GREY, GREY, GREY)
+        """The output picture [h x w x 3] of `img` [h x w x 3, or 4 with a last one to ignore].
+
+        It is `img` itself if nothing would change.
+        """
+        size, border = (self.width, self.height), (GREY, GREY, GREY, GREY)
+        if img.shape[2] == 3:
+            if img.shape[:2] == (self.height, self.width) and (self.matrix == np.eye(3)).all():
+                return img
+            img = cv2.cvtColor(img, cv2.COLOR_BGR2BGRA)  # OpenCV warps four channels in less time than three
+        warped = reused("warped", self.height, self.width, 4)
         if self.has_perspective:
-            return cv2.warpPerspective(img, self.matrix, dsize=size, borderValue=border)
-        return cv2.warpAffine(img, self.matrix[:2], dsize=size, borderValue=border)
+            cv2.warpPerspective(img, self.matrix, dsize=size, dst=warped, borderValue=border)
+        else:
+            cv2.warpAffine(img, self.matrix[:2], dsize=size, dst=warped, borderValue=border)
+        return cv2.cvtColor(warped, cv2.COLOR_BGRA2BGR)
 
     def source_area(self):
         """Box (x1, y1, x2, y2) outside of which no source pixel is read; infinite if the horizon is in the picture."""
+        margin = 2  # interpolation reads the neighbours
+        if not self.has_perspective:
+            bounds = [
+                (shift + min(0, per_x * self.width) + min(0, per_y * self.height) - margin,
+                 shift + max(0, per_x * self.width) + max(0, per_y * self.height) + margin)
+                for per_x, per_y, shift in cv2.invertAffineTransform(self.matrix[:2]).tolist()
+            ]  # fmt: skip
+            (x1, x2), (y1, y2) = bounds
+            return x1, y1, x2, y2
         corners = [[0, self.width, 0, self.width], [0, 0, self.height, self.height], [1, 1, 1, 1]]
         x, y, depth = np.linalg.inv(self.matrix) @ corners
         if (depth <= 0).any():
             return -math.inf, -math.inf, math.inf, math.inf
         x, y = x / depth, y / depth
-        margin = 2  # interpolation reads the neighbours
         return x.min() - margin, y.min() - margin, x.max() + margin, y.max() + margin
 
     def boxes(self, boxes_xyxy):
         """Boxes around the moved corners of `boxes_xyxy` [n x 4], clipped to the output [n x 4, float64]."""
-        corners = boxes_xyxy[:, [0, 1, 2, 3, 0, 3, 2, 1]].reshape(-1, 2)
-        corners = self.points(corners).reshape(-1, 4, 2)
+        columns = [0, 1, 2, 3] if self.is_axis_aligned else [0, 1, 2, 3, 0, 3, 2, 1]
+        corners = self.points(boxes_xyxy[:, columns].reshape(-1, 2)).reshape(-1, len(columns) // 2, 2)
         moved = np.concatenate((corners.min(1), corners.max(1)), axis=1)
-        moved[:, 0::2] = moved[:, 0::2].clip(0, self.width)
-        moved[:, 1::2] = moved[:, 1::2].clip(0, self.height)
-        return moved
+        return np.minimum(np.maximum(moved, 0, out=moved), (self.width, self.height) * 2, out=moved)
 
     def polygon_boxes(self, polygons):
         """Boxes around the parts of `polygons` (list of [m x 2]) inside the output; zeros for none [n x 4, float64]."""
+        polygons = Polygons.of(polygons)
         boxes = np.zeros((len(polygons), 4))
-        near = np.flatnonzero(self._may_reach_output(polygons))
-        if len(near) == 0:
-            return boxes
-        outlines = resample_segments([polygons[i] for i in near])
-        x, y = self.points(outlines.reshape(-1, 2)).T.reshape(2, len(near), -1)
+        near = self._may_reach_output(polygons)
+        if near.any():
+            found = self._boxes_of_near(polygons.chosen(near))
+            seen = found[2] > 0  # stock behaviour: an outline that shows only at x = 0 does not count
+            boxes[np.flatnonzero(near)[seen]] = found.T[seen]
+        return boxes
+
+    def _boxes_of_near(self, polygons):
+        """Boxes of outlines [4 x n], infinite ones for those outside."""
+        if not self.has_perspective and polygons.counts.max() <= MAX_VERTICES:
+            return outline_boxes(polygons, self.points, self.width, self.height)
+        x, y = self.points(resample_segments(polygons).reshape(-1, 2)).T.reshape(2, len(polygons), -1)
         inside = (x >= 0) & (y >= 0) & (x <= self.width) & (y <= self.height)
         low = [np.where(inside, values, np.inf).min(1) for values in (x, y)]
         high = [np.where(inside, values, -np.inf).max(1) for values in (x, y)]
-        seen = (inside & (x != 0)).any(1)  # stock behaviour: an outline that shows only at x = 0 does not count
-        boxes[near[seen]] = np.stack((*low, *high), axis=1)[seen]
-        return boxes
+        return np.stack((*low, *high))
 
     def _may_reach_output(self, polygons):
-        """False for polygons that lie beside the output as a whole [n], so that their outline need not be sampled."""
-        if self.has_perspective:
-            return np.ones(len(polygons), bool)
-        starts = np.cumsum([0] + [len(points) for points in polygons[:-1]])
-        vertices = self.points(np.concatenate(polygons))
-        low, high = np.minimum.reduceat(vertices, starts), np.maximum.reduceat(vertices, starts)
+        """False for polygons that are empty or lie beside the output as a whole [n]: nothing of them can show."""
+        near = polygons.counts > 0
+        if self.has_perspective or not near.any():
+            return near
+        starts, vertices = polygons.starts()[near], self.points(polygons.points).T
+        low, high = np.minimum.reduceat(vertices, starts, axis=1), np.maximum.reduceat(vertices, starts, axis=1)
         margin = 1  # far above any rounding
-        return ((high >= -margin) & (low <= (self.width + margin, self.height + margin))).all(1)
+        near[near] = ((high >= -margin).T & ((self.width + margin, self.height + margin) >= low.T)).all(1)
+        return near
 
 
 def draw_warp(height, width, degrees=10, translate=0.1, scale=0.1, shear=10, perspective=0.0, border=(0, 0)):
@@ -159,13 +197,16 @@ def warp_labels(labels, segments, warp):
     if len(labels) == 0:
         return labels
     assert len(segments) in (0, len(labels)), "one segment for each label"
-    boxes = warp.boxes(labels[:, 1:5])
-    least_share = np.full(len(labels), 0.10)
+    polygons = Polygons.of(segments)
     # stock behaviour: polygons whose every coordinate is zero count as boxes
-    if any(points.any() for points in segments):
-        rows = np.flatnonzero([len(points) > 0 for points in segments])
-        boxes[rows] = warp.polygon_boxes([segments[row] for row in rows])
-        least_share[rows] = 0.01
+    if not polygons.points.any():
+        boxes, least_share = warp.boxes(labels[:, 1:5]), 0.10
+    else:
+        boxes = warp.polygon_boxes(polygons)
+        is_box = polygons.counts == 0
+        if is_box.any():
+            boxes[is_box] = warp.boxes(labels[is_box, 1:5])
+        least_share = np.where(is_box, 0.10, 0.01)
     keep = box_candidates(labels[:, 1:5].T * warp.scale, boxes.T, area_thr=least_share)
     kept = labels[keep]
     kept[:, 1:5] = boxes[keep]
@@ -190,16 +231,58 @@ def box_candidates(box1, box2, wh_thr=2, ar_thr=20, area_thr=0.1, eps=1e-16):
     return big_enough & (kept_share > area_thr) & (elongation < ar_thr)
 
 
-def augment_hsv(img, hgain=0.5, sgain=0.5, vgain=0.5):
-    """Scale hue, saturation and value of `img`, in place, by factors drawn from 1 - gain to 1 + gain.
+class Colours(NamedTuple):
+    """Factors for hue, saturation and value."""
 
-    stock behaviour: the (lossy) way to HSV and back is taken even if all gains are 0.
+    hue: float
+    saturation: float
+    value: float
+
+    def tables(self):
+        """The new hue, saturation and value for each old one [3 x 256 uint8]."""
+        scaled = (LEVELS * gain for gain in self)
+        return np.stack([(next(scaled) % 180), *(levels.clip(0, 255) for levels in scaled)]).astype(np.uint8)
+
+    def apply(self, img):
+        """Change `img` [h x w x 3: BGR], in place.
+
+        stock behaviour: the (lossy) way to HSV and back is taken even if all gains are 0.
+        """
+        apply_tables(img, self.tables(), self)
+
+
+def draw_colours(hgain, sgain, vgain):
+    """Colours with factors from 1 - gain to 1 + gain."""
+    return Colours(*(np.random.uniform(-1, 1, 3) * [hgain, sgain, vgain] + 1))
+
+
+def augment_hsv(img, hgain=0.5, sgain=0.5, vgain=0.5):
+    """Scale hue, saturation and value of `img`, in place, by factors drawn from 1 - gain to 1 + gain."""
+    draw_colours(hgain, sgain, vgain).apply(img)
+
+
+def apply_tables(img, tables, gains=None):
+    """Look up hue, saturation and value of `img` [h x w x 3: BGR] in `tables` [3 x 256], in place.
+
+    `gains` are the factors that the tables come from, if they are known: multiplying takes half the time of looking up.
     """
-    hue, saturation, value = np.random.uniform(-1, 1, 3) * [hgain, sgain, vgain] + 1
-    levels = np.arange(256.0)
-    tables = np.stack((levels * hue % 180, (levels * saturation).clip(0, 255), (levels * value).clip(0, 255)), axis=1)
-    hsv = cv2.LUT(cv2.cvtColor(img, cv2.COLOR_BGR2HSV), tables.astype(np.uint8)[:, None])
-    cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR, dst=img)
+    hsv, planes = reused("hsv", *img.shape), reused("hsv planes", 3, *img.shape[:2])
+    cv2.cvtColor(img, cv2.COLOR_BGR2HSV, dst=hsv)
+    cv2.split(hsv, planes)
+    cv2.LUT(planes[0], tables[0], dst=planes[0])
+    for k in (1, 2):
+        if gains is None or not _scaled_truncated(planes[k], gains[k], tables[k]):
+            cv2.LUT(planes[k], tables[k], dst=planes[k])
+    cv2.cvtColor(cv2.merge(planes, hsv), cv2.COLOR_HSV2BGR, dst=img)
+
+
+def _scaled_truncated(plane, gain, table):
+    """Multiply `plane` [h x w, uint8] by `gain`, in place, if that does what `table` [256] says; whether it does."""
+    arithmetic = {"alpha": gain, "beta": -0.4999}  # rounds to nearest, so this cuts off unless a fraction is tiny
+    if not np.array_equal(cv2.convertScaleAbs(np.arange(256, dtype=np.uint8), **arithmetic).ravel(), table):
+        return False
+    cv2.convertScaleAbs(plane, dst=plane, **arithmetic)
+    return True
 
 
 def mixup(img1, labels1, img2, labels2):
@@ -217,8 +300,8 @@ def copy_paste(img, labels, segments, probability):
     Returns (picture, labels, segments) with the new objects at the end. Draws one sample() among the polygons, and
     nothing if there are none or `probability` is 0. Source: Ghiasi et al. 2020 (arXiv 2012.07177), simplified.
     """
-    polygon_rows = [row for row, points in enumerate(segments) if len(points)]
-    if not probability or not polygon_rows:
+    polygon_rows = [row for row, points in enumerate(segments) if len(points)] if probability else []
+    if not polygon_rows:
         return img, labels, segments
     width = img.shape[1]
     segments = list(segments)

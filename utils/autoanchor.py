@@ -12,11 +12,15 @@ logger = logging.getLogger(__name__)
 
 ENOUGH_RECALL = 0.98  # best possible recall below which new anchors are fitted
 SMALL_PIXELS = 3.0  # boxes with a side below are worth a warning
+SMALLEST_IN_STRIDES = 1.5  # side of the smallest anchor of a level when none can be fitted; the largest is 3 times that
 TINY_PIXELS = 2.0  # boxes with both sides below are not fitted, and no mutation goes below
 
 
-def check_anchors(dataset, model, thr=4.0, imgsz=640):
+def check_anchors(dataset, model, thr=4.0, imgsz=640, refit=True):
     """Refit the anchors of the head `model.model[-1]` when too few boxes of `dataset` are within reach of any.
+
+    Placeholders, which a cfg with a mere number of anchors has, are replaced by sizes that follow the strides when
+    nothing can be fitted, or nothing shall be (without `refit`).
 
     `dataset` has shapes [images x 2: width, height] and labels (per image [m x 5: class, x, y, w, h normalised]); `thr`
     is the largest side ratio between a box and its anchor. Returns whether the anchors were replaced.
@@ -24,12 +28,14 @@ def check_anchors(dataset, model, thr=4.0, imgsz=640):
     Draws from NumPy's global generator: one scale per image, and what `kmean_anchors` draws.
     """
     head = unwrap(model).model[-1]
+    if not refit:
+        return _keep(head)
     # stock behaviour: this draw happens whether or not its result is used
     scale = np.random.uniform(0.9, 1.1, size=(len(dataset.shapes), 1))
     wh = torch.from_numpy(box_sizes(dataset, imgsz, scale)).float()
     if not len(wh):
         logger.warning("the data set has no boxes to fit anchors to: keeping the anchors of the model")
-        return False
+        return _keep(head)
 
     old = head.anchor_grid.detach().reshape(-1, 2).float().cpu()
     recall, per_box = anchor_recall(old, wh, thr)
@@ -41,13 +47,25 @@ def check_anchors(dataset, model, thr=4.0, imgsz=640):
         new = kmean_anchors(dataset, n=len(old), imgsz=imgsz, thr=thr)
     except ValueError as reason:
         logger.warning("keeping the anchors of the model: %s", reason)
-        return False
+        return _keep(head)
     new_recall, _ = anchor_recall(torch.from_numpy(new).float(), wh, thr)
     if new_recall <= recall:
         logger.info("The fitted anchors are no better (best possible recall %.4f): keeping the old ones", new_recall)
-        return False
+        return _keep(head)
     set_anchors(head, new)
     logger.info("New anchors, best possible recall %.4f: %s", new_recall, _in_words(new))
+    return True
+
+
+def _keep(head):
+    """Leave the anchors as they are, except placeholders, known by a side of zero. Returns whether they changed."""
+    if head.anchor_grid.all():
+        return False
+    anchors_per_level = head.anchor_grid.numel() // (2 * len(head.stride))
+    sides = torch.outer(head.stride.float().cpu(), torch.logspace(0, 1, anchors_per_level, 3.0) * SMALLEST_IN_STRIDES)
+    set_anchors(head, sides.reshape(-1, 1).expand(-1, 2))
+    logger.warning("only the number of anchors is known: squares of %s pixels are used; list better ones in the cfg",
+                   ", ".join(f"{side:.0f}" for side in sides.flatten().tolist()))  # fmt: skip
     return True
 
 

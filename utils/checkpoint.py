@@ -9,6 +9,7 @@ import logging
 import pickle
 import shutil
 import tarfile
+from collections import Counter
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ import torch
 
 from utils.dist import unwrap
 from utils.files import atomic_write, replacement
+from utils.head_config import description_in_model
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +28,13 @@ LAYER_CLASSES = {
     "models.yolo": ("Model", "Detect", "IDetect", "IAuxDetect"),
     "models.common": ("Conv", "Concat", "Chuncat", "Shortcut", "MP", "SP", "ReOrg", "DownC", "SPPCSPC", "RepConv",
                       "ImplicitA", "ImplicitM"),
+    "models.multihead": ("MultiHeadDetect",),
+    "models.multihead_attention": ("MultiHeadDetectAttention",),
+    "models.attention": ("CBAM", "ChannelAttention", "SpatialAttention"),
+    "utils.head_config": ("HeadConfig",),
     "torch.nn.modules.conv": ("Conv2d",),
     "torch.nn.modules.batchnorm": ("BatchNorm2d", "SyncBatchNorm"),
-    "torch.nn.modules.pooling": ("MaxPool2d",),
+    "torch.nn.modules.pooling": ("MaxPool2d", "AdaptiveAvgPool2d", "AdaptiveMaxPool2d"),
     "torch.nn.modules.upsampling": ("Upsample",),
     "torch.nn.modules.container": ("Sequential", "ModuleList"),
     "torch.nn.modules.linear": ("Identity",),
@@ -120,6 +126,9 @@ def _stand_ins():
 
     for module, names in LAYER_CLASSES.items():
         yield from (named(module, name) for name in names)
+    for module in ("pathlib", "pathlib._local"):  # the path of a head configuration; Python 3.13 has the second name
+        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"):
+            yield called(module, name, lambda *parts: "/".join(map(str, parts)))
     yield named("numpy", "dtype", _Dtype)
     yield named("numpy", "ndarray", _Array)
     for module in ("numpy.core.multiarray", "numpy._core.multiarray"):  # NumPy 1 and 2
@@ -206,7 +215,10 @@ def _stored(model):
     if not isinstance(attributes.get("yaml"), dict | None):
         raise ValueError("the yaml of its model is no mapping")
     attached = {name: attributes[name] for name in ATTACHED if name in attributes}
-    return StoredModel(_collect(model, "", {}), attributes.get("yaml"), attached)
+    cfg, heads = attributes.get("yaml"), description_in_model(attributes)
+    if cfg is not None and heads is not None:
+        cfg = cfg | {"head_config": heads}
+    return StoredModel(_collect(model, "", {}), cfg, attached)
 
 
 def _collect(layer, prefix, state):
@@ -244,6 +256,47 @@ def transfer(model, state, exclude=()):
     return len(taken)
 
 
+def take_body(model, state, path):
+    """Load backbone, neck and anchors from `state`, of the file `path`; the detection layer keeps its fresh weights.
+
+    Logs what was taken and what was not. Raises ValueError when nothing fits.
+    """
+    own, head = model.state_dict(), f"model.{len(model.model) - 1}."
+    body = {key: value for key, value in state.items() if not key.startswith(head) or "anchor" in key}
+    taken = {key for key, value in body.items() if key in own and own[key].shape == value.shape}
+    if not any(not key.startswith(head) for key in taken):
+        raise ValueError(f"{path} has no layer in common with this model; give a checkpoint of the same network")
+    transfer(model, {key: body[key] for key in taken})
+    logger.info("Transferred %d/%d items from %s: backbone, neck, anchors", len(taken), len(own), path)
+    other_shape = [key for key in body if key in own and key not in taken]
+    lists = {
+        "fresh": [key for key in own if key not in taken],
+        "in the file with another shape": other_shape,
+        "in the file only": [key for key in state if key not in taken and key not in other_shape],
+    }
+    for title, keys in lists.items():
+        logger.info("  %s: %d%s", title, len(keys), f" ({_in_groups(keys)})" if keys else "")
+
+
+def _in_groups(keys):
+    """Names of tensors by layer and part, with how many each has: model.77.heads (24)."""
+    count = Counter(".".join(key.split(".")[:3]) for key in keys)
+    return ", ".join(f"{name} ({number})" if number > 1 else name for name, number in count.items())
+
+
+def check_finite(stored, path):
+    """Raise ValueError when the weights of a StoredModel would make every prediction NaN.
+
+    Infinite running statistics pass: half precision makes them of large ones, and they do no such harm.
+    """
+    for name, value in stored.state.items():
+        if not value.isfinite().all() and (value.isnan().any() or "running_" not in name):
+            raise ValueError(
+                f"{path} holds NaN or infinite numbers in {name}: the training that wrote it went wrong; take an "
+                "earlier checkpoint, and a smaller lr0 from there on"
+            )
+
+
 def same_layout(model, state):
     """Whether `state` has exactly the model's entries, in name and shape."""
     return {key: value.shape for key, value in model.state_dict().items()} == {k: v.shape for k, v in state.items()}
@@ -252,7 +305,12 @@ def same_layout(model, state):
 def save(content, path):
     """torch.save to a temporary file that then takes the place of `path`: a crash leaves the old file whole."""
     with atomic_write(path) as file:
-        torch.save(content, file)
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # a full disk, of which torch says only "unexpected pos"
+                raise error.__context__ from None
+            raise
 
 
 def training_checkpoint(epoch, best_fitness, training_results, model, ema, optimizer, scaler):
@@ -261,13 +319,18 @@ def training_checkpoint(epoch, best_fitness, training_results, model, ema, optim
         "epoch": epoch,
         "best_fitness": best_fitness,
         "training_results": training_results,
-        "model": deepcopy(unwrap(model)).half(),
-        "ema": deepcopy(ema.ema).half(),
+        "model": _in_stock_order(model).half(),
+        "ema": _in_stock_order(ema.ema).half(),
         "updates": ema.updates,
         "optimizer": optimizer.state_dict(),
         "scaler": scaler.state_dict(),
         "wandb_id": None,
     }
+
+
+def _in_stock_order(model):
+    """A copy with contiguous weights, whatever order they are trained in: tools that fuse layers rely on it."""
+    return deepcopy(unwrap(model)).to(memory_format=torch.contiguous_format)
 
 
 class Checkpoints:
@@ -283,7 +346,7 @@ class Checkpoints:
 
     def initial(self, model):
         """init.pt, the bare model before the first step."""
-        save(unwrap(model), self.folder / "init.pt")
+        save(_in_stock_order(model), self.folder / "init.pt")
 
     def after_epoch(self, make_content, epoch, is_best):
         """Write last.pt, and beside it the files that this epoch deserves; `is_best` only for a validated epoch.
@@ -301,8 +364,11 @@ class Checkpoints:
         in_period = self.period > 0 and (epoch + 1) % self.period == 0
         if epoch == 0 or (epoch + 1) % 25 == 0 or epoch >= self.epochs - 5 or in_period:
             paths.append(self.folder / f"epoch_{epoch:03d}.pt")
-        content = make_content()
-        for path in [*paths, self.last]:
+        self.write(make_content(), [*paths, self.last])
+
+    def write(self, content, paths):
+        """Write `content` to each of `paths`, in this order."""
+        for path in paths:
             save(content, path)
 
     def written(self):

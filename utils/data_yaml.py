@@ -17,9 +17,11 @@ from pathlib import Path
 
 import yaml
 
-from utils.files import printable, read_text
+from utils.files import printable, read_text, shown
 
 logger = logging.getLogger(__name__)
+
+MAX_ENTRIES = 200_000  # a few lines with aliases can stand for more entries than fit into memory
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,25 @@ def read_yaml(path):
         raise ValueError(f"{printable(path)}: cannot be read ({error.strerror})") from error
     try:
         content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except Exception as error:  # PyYAML lets through whatever int(), float() and the like raise for a value
         raise ValueError(f"{printable(path)}:{_line_of(error, text)}: not valid yaml: {_problem(error)}") from error
+    if not _is_bounded(content):
+        raise ValueError(f"{printable(path)}: more than {MAX_ENTRIES} entries once its *aliases are written out")
     if not isinstance(content, dict):
         found = "nothing, the file is empty" if content is None else type(content).__name__
         raise ValueError(f"{printable(path)}: expected `key: value` lines, found {found}")
     return content
+
+
+def _is_bounded(content):
+    """Whether lists and mappings hold at most MAX_ENTRIES things, those counted again that are named again."""
+    waiting, count = [content], 0
+    while waiting and count <= MAX_ENTRIES:
+        entry = waiting.pop()
+        if isinstance(entry, (list, tuple, dict)):
+            count += len(entry)
+            waiting += entry.values() if isinstance(entry, dict) else entry
+    return count <= MAX_ENTRIES
 
 
 def _line_of(error, text):
@@ -79,7 +94,9 @@ def _line_of(error, text):
 def _problem(error):
     if isinstance(error, yaml.reader.ReaderError):
         return f"{error.reason}; save the file as UTF-8 text"
-    return getattr(error, "problem", None) or error
+    if isinstance(error, RecursionError):
+        return "brackets nested too deeply"
+    return shown(str(getattr(error, "problem", None) or error))[1:-1]
 
 
 def _classes(path, raw, single_cls):
@@ -91,7 +108,7 @@ def _classes(path, raw, single_cls):
     if isinstance(nc, str) and nc.strip().isdigit():
         nc = int(nc)
     if isinstance(nc, bool) or not isinstance(nc, (int, float)) or not float(nc).is_integer() or nc < 1:
-        raise ValueError(f"{printable(path)}: nc must be a whole number of at least 1, found {nc!r}")
+        raise ValueError(f"{printable(path)}: nc must be a whole number of at least 1, found {shown(nc)}")
     if nc != len(names):
         raise ValueError(f"{printable(path)}: nc is {nc} but there are {len(names)} names; correct one of them")
     return int(nc), names
@@ -112,7 +129,7 @@ def _names(path, names):
             )
         names = [by_id[index] for index in range(len(by_id))]
     if not isinstance(names, list) or not names:
-        raise ValueError(f"{printable(path)}: names must be a list of class names, found {names!r}")
+        raise ValueError(f"{printable(path)}: names must be a list of class names, found {shown(names)}")
     for index, name in enumerate(names):
         if name is None or isinstance(name, (bool, list, dict)):
             logger.warning("%s: names[%d] is read as %r; put the name in quotes", printable(path), index, name)
@@ -133,10 +150,10 @@ def _resolve_key(path, raw, key, needed):
 
 def _resolve(path, raw, key, entry, needed):
     if not isinstance(entry, str):
-        raise ValueError(f"{printable(path)}: {key} must be a path or a list of paths, found {entry!r}")
+        raise ValueError(f"{printable(path)}: {key} must be a path or a list of paths, found {shown(entry)}")
     base = raw.get("path")
     if isinstance(base, (list, dict)):
-        raise ValueError(f"{printable(path)}: path must be one folder, found {base!r}")
+        raise ValueError(f"{printable(path)}: path must be one folder, found {shown(base)}")
     below_base, elsewhere = _places(Path(path).parent, base, entry.strip())
     for place in (*below_base, *elsewhere):
         if os.path.exists(place):

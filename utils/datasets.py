@@ -20,13 +20,15 @@ from utils.augment import (
     augment_hsv,
     box_candidates,
     copy_paste,
+    draw_colours,
     letterbox,
     mixup,
     random_perspective,
 )
 from utils.boxes import xywhn2xyxy, xyxy2xywh
 from utils.dist import rank_zero_first
-from utils.fast_loader import Settings, build_loader
+from utils.fast_loader import Settings, build_loader, max_pixels, warn_about_shared_memory
+from utils.finishing import AtOnce
 from utils.image_cache import use_disk_cache
 from utils.inference_sources import LoadImages
 from utils.labels import img2label_paths, scan_dataset
@@ -58,6 +60,7 @@ AUGMENTATION_KEYS = (
     "hsv_h", "hsv_s", "hsv_v", "degrees", "translate", "scale", "shear", "perspective",
     "flipud", "fliplr", "mosaic", "mixup", "copy_paste", "paste_in",
 )  # fmt: skip
+STUCK = 600  # seconds without a batch after which workers are given up: one that finds /dev/shm full is silent for ever
 SAMPLES_TO_PASTE = 30  # objects collected before paste-in chooses among them
 
 
@@ -103,6 +106,7 @@ def create_dataloader(
             dataset, batch_size, workers, settings, rank=rank, world_size=world_size, image_weights=image_weights,
             collate_fn=collate_fn, collate_fn4=collate_fn4 if quad else None,
         ), dataset  # fmt: skip
+    warn_about_shared_memory(workers * 2 * batch_size * 3 * max_pixels(dataset))
     # Weighted indices change every epoch, so their workers must start anew; all others live for ever.
     loader_class = DataLoader if image_weights else InfiniteDataLoader
     loader = loader_class(
@@ -112,6 +116,7 @@ def create_dataloader(
         num_workers=workers,
         pin_memory=torch.cuda.is_available(),
         collate_fn=collate_fn4 if quad else collate_fn,
+        timeout=STUCK if workers else 0,
     )
     return loader, dataset
 
@@ -157,6 +162,9 @@ class LoadImagesAndLabels(Dataset):
     With `rect` the pictures are sorted by aspect ratio, and each batch has the smallest common shape.
     """
 
+    finish = AtOnce()
+    new_image = staticmethod(np.empty)  # where pixels of a sample go; --worker-tensor knows a place in its batch
+
     def __init__(
         self,
         path,
@@ -191,7 +199,7 @@ class LoadImagesAndLabels(Dataset):
         scanned = scan_dataset(path, prefix) if pick is None else pick(scan_dataset(path, prefix))
         self.img_files, self.label_files = list(scanned.img_files), list(scanned.label_files)
         self.labels, self.segments = list(scanned.labels), list(scanned.segments)
-        self.shapes = np.asarray(scanned.shapes, np.float64)
+        self.shapes, self.findings = np.asarray(scanned.shapes, np.float64), scanned.findings
         if single_cls:
             self.labels = [_with_class_zero(labels) for labels in self.labels]
 
@@ -253,21 +261,18 @@ class LoadImagesAndLabels(Dataset):
         else:
             img, labels, shapes = self._plain_sample(index)
         if self.augment:
-            augment_hsv(img, self.hyp["hsv_h"], self.hyp["hsv_s"], self.hyp["hsv_v"])
-            if random.random() < self.hyp["paste_in"]:
+            colours = draw_colours(self.hyp["hsv_h"], self.hyp["hsv_s"], self.hyp["hsv_v"])
+            is_pasting = random.random() < self.hyp["paste_in"]
+            self.finish.recolour(img, colours, now=is_pasting)
+            if is_pasting:
                 labels = pastein(img, labels, self.samples_to_paste())
 
-        labels[:, 1:5] = xyxy2xywh(labels[:, 1:5])
-        labels[:, [2, 4]] /= img.shape[0]
-        labels[:, [1, 3]] /= img.shape[1]
+        labels[:, 1:5] = xyxy2xywh(labels[:, 1:5]) / np.array(img.shape[1::-1] * 2, np.float32)
         if self.augment:
             img, labels = self._flipped(img, labels)
 
-        targets = torch.zeros((len(labels), 6))
-        targets[:, 1:] = torch.from_numpy(labels)
-        image = np.empty((3, *img.shape[:2]), np.uint8)
-        cv2.split(img, image[::-1])  # BGR into RGB planes
-        return torch.from_numpy(image), targets, self.img_files[index], shapes
+        targets = torch.from_numpy(np.concatenate((np.zeros_like(labels[:, :1]), labels), axis=1))
+        return torch.from_numpy(self.finish.pixels(img, self.new_image)), targets, self.img_files[index], shapes
 
     def _mosaic_sample(self, index):
         """A mosaic, perhaps mixed with a second one."""
@@ -309,10 +314,10 @@ class LoadImagesAndLabels(Dataset):
     def _flipped(self, img, labels):
         """Flip up-down and left-right, each with its own probability."""
         if random.random() < self.hyp["flipud"]:
-            img = cv2.flip(img, 0)
+            img = self.finish.flip(img, 0)
             labels[:, 2] = 1 - labels[:, 2]
         if random.random() < self.hyp["fliplr"]:
-            img = cv2.flip(img, 1)
+            img = self.finish.flip(img, 1)
             labels[:, 1] = 1 - labels[:, 1]
         return img, labels
 

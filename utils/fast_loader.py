@@ -8,10 +8,13 @@ from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
 
+import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, get_worker_info
 
-from utils.loader_workers import LoaderError, can_fork, in_words
+from utils.files import printable
+from utils.finishing import agrees_with_table
+from utils.loader_workers import LoaderError, can_fork, in_words, shared_array
 from utils.seeding import EpochOrder, KeyedDataset, SeededQuad, WithKeys
 from utils.short_epochs import ShortEpochs
 from utils.slabs import SlabLoader, choose_micro_batch, ring_length
@@ -35,6 +38,7 @@ class Settings:
     timeout: float = 300
     seed: int | None = None
     first_epoch: int = 0
+    finish_later: bool = False  # the consumer understands Unfinished batches
     max_batches: int | None = None
 
 
@@ -44,11 +48,12 @@ class Passes:
     `endless`: one pass that never ends, so that the workers prefetch across the ends of epochs.
     """
 
-    def __init__(self, source, batches, endless, batch_size, **options):
+    def __init__(self, source, batches, endless, batch_size, in_work, **options):
         self.source, self.dataset, self.sampler, self.batch_size = source, source.dataset, batches.sampler, batch_size
         self.num_batches, self.num_workers = len(batches), options["num_workers"]
         self.loader = DataLoader(batch_sampler=_Endless(batches) if endless else batches, **options)
         self.endless = iter(self.loader) if endless else None
+        self.in_work = in_work
 
     def __len__(self):
         return self.num_batches
@@ -61,7 +66,9 @@ class Passes:
             try:
                 batch = next(batches)
             except Exception as error:
-                raise LoaderError(_last_line(error)) from error
+                text = _last_line(error)
+                died = text.startswith("DataLoader ")  # killed or silent: torch knows its process only
+                raise LoaderError(f"{text} Its workers were at {self.in_work()}" if died else text) from error
             yield batch
 
 
@@ -74,19 +81,28 @@ class _Endless:
 
 
 class _NamedErrors(Dataset):
-    """Samples of a KeyedDataset; an error names the file of the sample."""
+    """Samples of a KeyedDataset; an error names the file of the sample, and `in_work` what the workers were at."""
 
-    def __init__(self, source):
+    def __init__(self, source, num_workers):
         self.source = source
+        self.keys = shared_array((num_workers, 2), np.int64)
+        self.keys[:] = -1
 
     def __len__(self):
         return len(self.source)
 
     def __getitem__(self, key):
+        worker = get_worker_info()
+        if worker:
+            self.keys[worker.id] = key
         try:
             return self.source[key]
         except Exception as error:  # whatever it is, it belongs to this sample
             raise LoaderError(f"{self.source.path(key)}: {in_words(error)}") from error
+
+    def in_work(self):
+        """The pictures that the workers read last; one of them may have been too much for its worker."""
+        return ", ".join(printable(self.source.path(key)) for key in self.keys.tolist() if key[0] >= 0)
 
 
 def _last_line(error):
@@ -121,17 +137,25 @@ def build_loader(dataset, batch_size, workers, settings, *, rank=-1, world_size=
             source, batches, batch_size, batch_bytes, workers,
             micro_batch=micro_batch, prefetch=prefetch, timeout=settings.timeout, collate_group=collate_fn4,
             endless=not image_weights, persistent=settings.persistent_workers, lock_pages=torch.cuda.is_available(),
+            finish_later=settings.finish_later and may_finish_later(dataset, collate_fn4),
         )  # fmt: skip
-    samples, collate = _NamedErrors(source), collate_fn4 or collate_fn
+    named = samples = _NamedErrors(source, workers)
+    collate = collate_fn4 or collate_fn
     if collate_fn4 and source.seed is not None:
         samples, collate = WithKeys(samples), SeededQuad(source, collate_fn4)
     warn_about_shared_memory(workers * (settings.prefetch_factor or 2) * batch_bytes)
     return Passes(
-        source, batches, endless=not image_weights, dataset=samples, batch_size=batch_size, num_workers=workers,
+        source, batches, endless=not image_weights, in_work=named.in_work,
+        dataset=samples, batch_size=batch_size, num_workers=workers,
         collate_fn=collate, pin_memory=torch.cuda.is_available(), worker_init_fn=partial(_enter, source),
         timeout=settings.timeout if workers else 0, prefetch_factor=settings.prefetch_factor if workers else None,
         persistent_workers=settings.persistent_workers,
     )  # fmt: skip
+
+
+def may_finish_later(dataset, collate_group):
+    """Whether the last steps of the samples give the same bytes for whole batches on a GPU."""
+    return dataset.augment and not dataset.rect and not collate_group and agrees_with_table(dataset.img_size)
 
 
 def _enter(source, worker_id):
@@ -149,7 +173,7 @@ def settings_that_work(settings, workers, warn=True):
         flags = " ".join(f"--{name.replace('_', '-')}" for name in names)
         why = "this system cannot fork" if workers else "there are no loader workers (--workers 0, or a batch of one)"
         logger.warning("%s: %s; the reference loader is used", flags, why)
-    return replace(settings, persistent_workers=False, worker_tensor=False, micro_batch_size=0)
+    return replace(settings, persistent_workers=False, worker_tensor=False, micro_batch_size=0, finish_later=False)
 
 
 def max_pixels(dataset):

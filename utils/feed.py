@@ -15,7 +15,8 @@ class Batch(NamedTuple):
     """What one training step consumes.
 
     images [B x 3 x H x W] float 0..1 and targets [n x 6: image, class, x, y, w, h normalised], both on the device
-    (under --fast-loss the targets stay on the host); paths, the files that the images came from.
+    (under --fast-loss the targets stay on the host, under --fast-step the images are bytes); paths, the files that the
+    images came from.
     """
 
     images: torch.Tensor

@@ -88,10 +88,20 @@ def increment_path(path, exist_ok=False):
             return _make_next_free(path)
         path.mkdir(exist_ok=True)
     except OSError as error:
-        raise ValueError(f"run folder {path} cannot be made ({error.strerror}); choose another --project") from error
+        problem = f"run folder {printable(path)} cannot be made ({error.strerror})"
+        raise ValueError(f"{problem}; choose another --project") from error
     if not os.access(path, os.W_OK):
-        raise ValueError(f"run folder {path} cannot be written to; choose another --project")
+        raise ValueError(f"run folder {printable(path)} cannot be written to; choose another --project")
     return path
+
+
+def check_can_be_made(folder):
+    """Raise ValueError when `folder` neither exists nor can be made, or cannot be written to; nothing is made."""
+    existing = next(place for place in (Path(folder).absolute(), *Path(folder).absolute().parents) if place.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        why = "cannot be written to" if existing.is_dir() else "is a file"
+        raise ValueError(f"no run folder can be made in {printable(folder)} ({printable(existing)} {why}); "
+                         "choose another --project")  # fmt: skip
 
 
 def _make_next_free(path):
@@ -120,8 +130,9 @@ def replacement(target):
     """
     target = Path(os.path.realpath(target))  # write through a symbolic link instead of replacing it
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
-    descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
+    descriptor = None
     try:
+        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
         if fcntl is None:  # a system without such locks does not rename open files either
             os.close(descriptor)
         else:
@@ -129,11 +140,13 @@ def replacement(target):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield temporary
         os.replace(temporary, target)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno:  # named after the file that the caller knows
+            raise OSError(error.errno, os.strerror(error.errno), str(target)) from error
         raise
     finally:
-        if fcntl is not None:
+        if fcntl is not None and descriptor is not None:
             os.close(descriptor)
 
 
@@ -191,6 +204,12 @@ def read_text(path):
 def split_lines(text):
     """Lines of `text` ended by LF, CRLF or CR; unlike str.splitlines, no other character ends a line."""
     return re.split(r"\r\n|\r|\n", text)
+
+
+def shown(value, limit=200):
+    """A value of a file for a message: on one line, and not longer than `limit` characters."""
+    text = printable(repr(value))
+    return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 def printable(path):

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import yaml
 
+from utils import limits
 from utils.data_yaml import read_yaml
+from utils.files import printable, shown
 
 logger = logging.getLogger(__name__)
 
@@ -53,34 +55,35 @@ def load_hyp(path):
 
     Unknown keys are kept (they are written back to hyp.yaml) and named in a warning.
 
-    Raises ValueError when the file is no YAML mapping of numbers.
+    Raises ValueError when the file is no YAML mapping of numbers, or a number lies outside of what utils.limits allows.
     """
     hyp = read_yaml(path)
+    where = printable(path)
     for key in (*DEFAULTS, *OPTIONAL):
         if key in hyp:
-            hyp[key] = _number(hyp[key], key, path)
+            hyp[key] = _number(hyp[key], key, where)
+    limits.check(hyp, limits.HYP, lambda key: f"{where}: {key}")
 
     missing = [key for key in DEFAULTS if key not in hyp]
     if missing:
-        logger.warning("%s lacks %s; used: %s", path, _listing(missing), {key: DEFAULTS[key] for key in missing})
+        logger.warning("%s lacks %s; used: %s", where, _listing(missing), {key: DEFAULTS[key] for key in missing})
     unknown = [key for key in hyp if key not in DEFAULTS and key not in OPTIONAL]
     if unknown:
-        logger.warning("%s has keys that nothing here reads: %s", path, _listing(unknown))
+        logger.warning("%s has keys that nothing here reads: %s", where, _listing(unknown))
     return hyp | {key: value for key, value in DEFAULTS.items() if key not in hyp}
 
 
-def _number(value, key, path):
+def _number(value, key, where):
     """A YAML scalar as a number; YAML itself reads 1e-3 (without a dot) as text."""
-    if isinstance(value, str):
-        with suppress(ValueError):
-            value = float(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"{path}: {key} has to be a number, not {value!r}")
-    return value
+    number = math.nan if isinstance(value, bool) or not isinstance(value, (int, float, str)) else value
+    with suppress(ValueError, OverflowError):  # the second for whole numbers that no float can hold
+        if math.isfinite(float(number)):
+            return float(number) if isinstance(number, str) else number
+    raise ValueError(f"{where}: {key} has to be a number, not {shown(value)}")
 
 
 def _listing(keys):
-    return ", ".join(map(str, keys))
+    return printable(", ".join(map(str, keys)))[:500]
 
 
 def save_hyp(hyp, path):

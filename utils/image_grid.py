@@ -9,7 +9,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from utils.boxes import xywhn2xyxy, xyxy2xywh
-from utils.files import atomic_write, printable
+from utils.files import atomic_write
 
 # Okabe and Ito's colours, told apart by colour-blind readers too; boxes of class k take colour k modulo 8
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#999999")
@@ -21,11 +21,18 @@ LONGEST_FILE_NAME = 40
 
 
 def class_name(names, index):
-    """The name of class `index` in a list, a dict or None; its number where there is none."""
+    """The name of class `index` in a list, a dict or None, as it can be drawn; its number where there is none."""
     index = int(index)
     if isinstance(names, dict):
-        return str(names.get(index, index))
-    return str(names[index]) if names is not None and 0 <= index < len(names) else str(index)
+        return drawable(str(names.get(index, index)))
+    return drawable(str(names[index])) if names is not None and 0 <= index < len(names) else str(index)
+
+
+@lru_cache(maxsize=10_000)
+def drawable(text):
+    """`text` on one line; letters that the font lacks, as \\u540d, so that names stay different from each other."""
+    known = _letters()
+    return "".join(c if ord(c) in known and c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def plot_images(images, targets, paths=None, fname="images.jpg", names=None, max_size=640, max_subplots=16):
@@ -50,7 +57,7 @@ def plot_images(images, targets, paths=None, fname="images.jpg", names=None, max
         draw = ImageDraw.Draw(cell)
         _draw_boxes(draw, targets[targets[:, 0] == index], names)
         if paths is not None:
-            _draw_text(draw, (0, height), printable(Path(paths[index]).name)[:LONGEST_FILE_NAME], BACKGROUND)
+            _draw_text(draw, (0, height), drawable(Path(paths[index]).name)[:LONGEST_FILE_NAME], BACKGROUND)
         column, row = divmod(index, rows)
         picture.paste(cell, (GAP + column * (width + GAP), GAP + row * (height + GAP)))
     if fname is not None:
@@ -123,6 +130,18 @@ def _draw_text(draw, corner, text, fill, above=False):
 
 @lru_cache(maxsize=8)
 def _font(size):
+    return ImageFont.truetype(_font_file(), size)
+
+
+@lru_cache(maxsize=1)
+def _letters():
+    """Code points of all letters of the font."""
+    from matplotlib.ft2font import FT2Font
+
+    return frozenset(FT2Font(_font_file()).get_charmap())
+
+
+def _font_file():
     from matplotlib import get_data_path  # its DejaVu font comes with every installation and reads beyond ASCII
 
-    return ImageFont.truetype(str(Path(get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"), size)
+    return str(Path(get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf")

@@ -15,10 +15,11 @@ import numpy as np
 
 from utils.files import atomic_write, printable, remove_leftovers
 from utils.label_text import Finding
+from utils.polygons import Polygons
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1  # raise it whenever the content of the archive or the rules of the scan change
+FORMAT_VERSION = 2  # raise it whenever the content of the archive or the rules of the scan change
 ABSENT = (-1, -1, -1)
 
 
@@ -79,7 +80,6 @@ def save_cache(file, its_signature, fields):
 
 def _pack(fields):
     """Ragged lists as one long array and a list of lengths each; text as JSON bytes."""
-    segments = [points for per_image in fields["segments"] for points in per_image]
     text = {key: fields[key] for key in ("img_files", "label_files", "counts", "findings")}
     return {
         "text": np.frombuffer(json.dumps(text).encode(), np.uint8),
@@ -87,21 +87,21 @@ def _pack(fields):
         "labels": np.concatenate(fields["labels"]),
         "rows_per_image": np.array([len(rows) for rows in fields["labels"]]),
         "segments_per_image": np.array([len(per_image) for per_image in fields["segments"]]),
-        "points": np.concatenate([*segments, np.zeros((0, 2), np.float32)]),
-        "points_per_segment": np.array([len(points) for points in segments], int),
+        "points": np.concatenate([polygons.points for polygons in fields["segments"]]),
+        "points_per_segment": np.concatenate([polygons.counts for polygons in fields["segments"]]),
     }
 
 
 def _unpack(archive):
     text = json.loads(archive["text"].tobytes())
     text["findings"] = [Finding(*finding) for finding in text["findings"]]
-    segments = _split(archive["points"], archive["points_per_segment"])
-    ends = np.cumsum(archive["segments_per_image"]).tolist()
+    counts = _split(archive["points_per_segment"], archive["segments_per_image"])
+    points = _split(archive["points"], [own.sum() for own in counts])
     return {
         **text,
         "shapes": archive["shapes"],
         "labels": _split(archive["labels"], archive["rows_per_image"]),
-        "segments": [segments[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)],
+        "segments": [Polygons(*parts) for parts in zip(points, counts, strict=True)],
     }
 
 

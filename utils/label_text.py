@@ -131,7 +131,7 @@ def _parse_row(tokens):
 
 def _numbers(tokens):
     try:
-        numbers = [float(token) for token in tokens]
+        numbers = [_number(token) for token in tokens]
     except ValueError:
         return _refuse_text(tokens)
     if not all(map(math.isfinite, numbers)):
@@ -139,10 +139,17 @@ def _numbers(tokens):
     return numbers
 
 
+def _number(token):
+    """A number as every tool reads it: Python alone takes 1_0 for 10, and the digits of any script."""
+    if "_" in token or not token.isascii():
+        raise ValueError("not a number")
+    return float(token)
+
+
 def _refuse_text(tokens):
     for position, token in enumerate(tokens):
         try:
-            float(token)
+            _number(token)
         except ValueError:
             reason = "not a number" if position else "class is text, the number of the class is needed"
             raise ValueError(reason, repr(token[:20])) from None

@@ -3,7 +3,7 @@
 import logging
 import os
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
 from typing import NamedTuple
@@ -12,15 +12,18 @@ import numpy as np
 from tqdm import tqdm
 
 from utils.files import printable, read_text, split_lines
-from utils.image_lists import expand_paths, find_images, img2label_paths
+from utils.image_lists import FILE_IGNORED, LINE_IGNORED, expand_paths, find_images, img2label_paths
 from utils.images import verify_image
 from utils.label_cache import cache_location, load_cache, save_cache, signature
 from utils.label_text import ROW_DROPPED, ROW_REPAIRED, Note, gather, parse_label_text
+from utils.polygons import Polygons
 
 __all__ = [
     "ScannedDataset",
     "check_class_ids",
     "check_has_boxes",
+    "check_labels",
+    "check_nothing_dropped",
     "expand_paths",
     "img2label_paths",
     "parse_label_text",
@@ -31,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 IMAGE_DROPPED = "image dropped"
 NO_LABEL_FILE = "no label file, image is background"
+DROPS = (IMAGE_DROPPED, ROW_DROPPED, LINE_IGNORED, FILE_IGNORED)
 FOUND, MISSING, EMPTY, DROPPED = "found", "missing", "empty", "dropped"
 THREADS = min(8, os.cpu_count() or 1)
 
@@ -42,7 +46,7 @@ class ScannedDataset:
     img_files: list  # paths as strings
     label_files: list  # where the label file is or would be
     labels: list  # float32 [n x 5: class, x, y, w, h normalised] an image
-    segments: list  # an image: [] without polygons, else one float32 [m x 2] a row ([0 x 2] for a box row)
+    segments: list  # an image: Polygons, none at all or a float32 [m x 2] for each row ([0 x 2] for a box row)
     shapes: np.ndarray  # float64 [images x 2: width, height] of the upright pictures
     counts: dict  # found (empty ones included), missing, empty, dropped, total images; dropped_rows, repaired_rows
     findings: list  # utils.label_text.Finding: everything that was dropped, repaired or missing
@@ -66,8 +70,8 @@ class _Record(NamedTuple):
 def scan_dataset(path, prefix=""):
     """Read the data set at `path` (a folder, a list file, or a list of those); `prefix` begins every message.
 
-    Uses the label cache when nothing has changed since it was written. Dropped pictures and rows are reported through
-    logging with their reasons. Raises ValueError when the path leads to no usable picture.
+    Uses the label cache when nothing has changed since it was written. One line of log sums up, then each reason for a
+    repair or a drop has its own warning with the first places. Raises ValueError when there is no usable picture.
     """
     img_files, list_notes = find_images(path)
     label_files = img2label_paths(img_files)
@@ -84,6 +88,7 @@ def scan_dataset(path, prefix=""):
         tqdm(total=total, initial=total, desc=f"{title} (cached) ... {_in_words(fields['counts'])}").close()
     fields["findings"] = gather(list_notes) + fields["findings"]
     scanned = ScannedDataset(**fields)
+    logger.info("%s%s", prefix, scan_in_words(scanned))
     for message in scanned.messages:
         logger.warning("%s%s", prefix, message)
     if not scanned.img_files:
@@ -110,7 +115,7 @@ def _scan(img_files, label_files, title):
         "img_files": [img_files[index] for index in kept],
         "label_files": [label_files[index] for index in kept],
         "labels": [records[index].rows for index in kept],
-        "segments": [records[index].segments for index in kept],
+        "segments": [Polygons.of(records[index].segments) for index in kept],
         "shapes": np.array([records[index].size for index in kept], np.float64).reshape(-1, 2),
         "counts": _counts(status) | _row_counts(findings),
         "findings": findings,
@@ -161,8 +166,47 @@ def _row_counts(findings):
     return {"dropped_rows": totals[ROW_DROPPED], "repaired_rows": totals[ROW_REPAIRED]}
 
 
+def scan_in_words(scanned):
+    """One line: how many images and rows of which kind, and in brackets why."""
+    reasons = defaultdict(list)
+    for finding in scanned.findings:
+        reasons[finding.effect].append(f"{finding.reason} {finding.count}x")
+    counts = scanned.counts
+    parts = [
+        f"{counts['total']} images", f"{counts[FOUND]} found", f"{counts[EMPTY]} of them empty",
+        _with_reasons(f"{counts[MISSING]} missing", reasons[NO_LABEL_FILE]),
+        _with_reasons(f"{counts[DROPPED]} dropped", reasons[IMAGE_DROPPED]),
+        _with_reasons(f"{counts['repaired_rows']} rows repaired", reasons[ROW_REPAIRED]),
+        _with_reasons(f"{counts['dropped_rows']} rows dropped", reasons[ROW_DROPPED]),
+    ]  # fmt: skip
+    for effect in (LINE_IGNORED, FILE_IGNORED):
+        if reasons[effect]:
+            parts.append(_with_reasons(effect, reasons[effect]))
+    return ", ".join(parts)
+
+
+def _with_reasons(text, reasons):
+    return f"{text} ({'; '.join(reasons)})" if reasons else text
+
+
 def _in_words(counts):
     return f"{counts[FOUND]} found, {counts[MISSING]} missing, {counts[EMPTY]} empty, {counts[DROPPED]} dropped"
+
+
+def check_labels(dataset, data, strict=False):
+    """Raise ValueError for class ids beyond the data yaml and, with `strict`, for everything that the scan dropped."""
+    check_class_ids(dataset.labels, dataset.label_files, data.nc, data.names)
+    if strict:
+        check_nothing_dropped(dataset.findings)
+
+
+def check_nothing_dropped(findings):
+    """Raise ValueError when the scan passed over an image, a row, a list entry or a file (--strict-data)."""
+    dropped = [finding for finding in findings if finding.effect in DROPS]
+    if dropped:
+        raise ValueError(
+            f"--strict-data: {'. '.join(map(str, dropped))}. Repair them, or leave the flag out to go on without them"
+        )
 
 
 def check_has_boxes(labels, label_files):

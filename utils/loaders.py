@@ -1,5 +1,6 @@
 """What a run reads: its loaders for training and validation, and the size of the training images by epoch."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -8,9 +9,11 @@ from torch.utils.data import DataLoader
 
 from utils import fastpaths, random_state, resize_schedule, subset
 from utils.datasets import LoadImagesAndLabels, create_dataloader
-from utils.labels import check_class_ids, check_has_boxes
+from utils.labels import check_has_boxes, check_labels
 from utils.options import round_up
 from utils.resize_schedule import Sizes
+
+logger = logging.getLogger("train")
 
 
 @dataclass
@@ -42,28 +45,30 @@ class Loaders:
         return changed
 
 
-def open_loaders(opt, hyp, data, stride, ranks, first_epoch):
+def open_loaders(opt, hyp, data, stride, ranks, first_epoch, device=None):
     """The Loaders of a run, with labels checked: ids within the classes, and at least one box to learn from.
 
-    `stride` in pixels: all image sizes become multiples of it.
+    `stride` in pixels: all image sizes become multiples of it. `device`: where the steps are made.
     """
     sizes = resize_schedule.of_run(opt).rounded(partial(round_up, stride=stride))
     image_size, test_size = sizes.at(first_epoch), round_up(opt.img_size[1], stride)
-    open_training = partial(open_train_loader, opt, hyp, data, stride, ranks)
+    open_training = partial(open_train_loader, opt, hyp, data, stride, ranks, device)
     train_loader, dataset = open_training(image_size, first_epoch)
     val_loader = open_val_loader(opt, hyp, data, stride, ranks, test_size, first_epoch) if ranks.is_main else None
     return Loaders(train_loader, dataset, image_size, val_loader, sizes, open_training)
 
 
-def open_train_loader(opt, hyp, data, stride, ranks, image_size, first_epoch):
+def open_train_loader(opt, hyp, data, stride, ranks, device, image_size, first_epoch):
     """The training loader for images of `image_size` from `first_epoch` on, and its data set."""
     loader, dataset = create_dataloader(
         data.train, image_size, opt.batch_size, stride, opt, hyp=hyp, augment=not opt.overfit, cache=opt.cache_images,
         rect=opt.rect, rank=ranks.rank, world_size=ranks.world_size, workers=opt.workers,
         image_weights=opt.image_weights, quad=opt.quad, prefix="train: ", pick=subset.picker(opt),
-        **fastpaths.loader_options(opt, first_epoch),
+        **fastpaths.loader_options(opt, first_epoch, device),
     )  # fmt: skip
-    check_class_ids(dataset.labels, dataset.label_files, data.nc, data.names)
+    check_labels(dataset, data, opt.strict_data)
+    if opt.total_batch_size > len(dataset):
+        logger.warning("--batch-size %d: there are only %d training images", opt.total_batch_size, len(dataset))
     if not opt.allow_background:
         check_has_boxes(dataset.labels, dataset.label_files)
     return loader, dataset
@@ -80,5 +85,5 @@ def open_val_loader(opt, hyp, data, stride, ranks, image_size, first_epoch):
         cache=not opt.notest and opt.cache_images, rect=not opt.overfit, pad=0.5, world_size=ranks.world_size,
         workers=opt.workers, prefix="val: ", pick=pick, **fast,
     )  # fmt: skip
-    check_class_ids(dataset.labels, dataset.label_files, data.nc, data.names)
+    check_labels(dataset, data, opt.strict_data)
     return loader

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from utils import assign
 from utils.boxes import complete_iou
+from utils.loss_heads import has_several_heads, route_losses
 
 logger = logging.getLogger(__name__)
 
@@ -216,9 +217,11 @@ def build_losses(model, assign=assign.ota, classes=None, use_ota=None):
     A head with auxiliary outputs trains with OTA whatever is asked; for another one `use_ota` decides, and if that is
     None the hyper-parameter loss_ota (1 if missing). stock behaviour: validation reports the plain loss, also in OTA
     training. `assign` is the matcher of the OTA losses, unless other LossClasses are given; validation is always the
-    reference.
+    reference. A model with several heads trains with the plain loss unless `use_ota` is true.
     """
     classes = classes or reference(assign)
+    if has_several_heads(model):
+        return route_losses(model, classes.ota if use_ota else classes.plain), route_losses(model, ComputeLoss)
     validation = ComputeLoss(model)
     if hasattr(validation.head, "m2"):
         return classes.auxiliary(model), validation
@@ -237,6 +240,6 @@ def losses_by_epoch(model, epochs, classes=None, ota_last=None):
         return (lambda epoch: training), validation
     before, validation = build_losses(model, classes=classes, use_ota=False)
     last, _ = build_losses(model, classes=classes, use_ota=True)
-    if type(before) is type(last):
+    if hasattr(validation.head, "m2"):
         logger.warning("--ota-last has no effect: a head with auxiliary outputs trains with OTA in all epochs")
     return (lambda epoch: last if epoch >= epochs - ota_last else before), validation

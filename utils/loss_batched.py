@@ -12,16 +12,36 @@ takes part in every sum, with weight 0 unless it is a match. So it may run insid
     static = [plan.to(device) for plan in plans]                 # once for each size
     loss, items = loss.compute(predictions, static)              # captured
     for old, new in zip(static, plans): old.copy_(new)           # before each replay
+
+The slopes of the loss are computed with it (`loss_slopes`); the backward pass only writes them where they belong.
 """
 
-import math
+from typing import NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from utils import assign_batched
-from utils.loss import AUXILIARY_WEIGHT, ComputeLoss, LossClasses
+from utils.assign_batched import boxes_in_cells, gather_rows
+from utils.loss import AUXILIARY_WEIGHT, ComputeLoss, LossClasses, smooth_labels
 from utils.loss_plan import prepare
+from utils.loss_slopes import KnownSlopes, binary_loss, binary_loss_change, complete_iou
+
+
+class View(NamedTuple):
+    """What a branch of the head predicts for the distinct cells of a plan."""
+
+    rows: torch.Tensor  # [u x 5+nc] raw
+    centre: torch.Tensor  # [u x 2] of the boxes, in cells from the corner of their own
+    size: torch.Tensor  # [u x 2] in cells
+
+
+class Matched(NamedTuple):
+    """Candidates and what they learn, n of each; with fixed shapes also those that are no match."""
+
+    is_match: torch.Tensor
+    weight: torch.Tensor  # in the mean over the matches of its layer, 0 if it is none
+    cell: torch.Tensor  # which of the distinct cells
+    target: torch.Tensor
 
 
 class BatchedLoss(ComputeLoss):
@@ -59,6 +79,7 @@ class BatchedLoss(ComputeLoss):
             prepare(
                 targets.cpu(), shapes, self._host_anchors(), strides, image_size,
                 anchor_threshold=self.hyp["anchor_t"], reach=reach, padded=padded, at_least=sizes,
+                pinned=self.head.anchors.is_cuda,
             )
             for reach, sizes in zip(self.REACHES, at_least, strict=True)
         ]  # fmt: skip
@@ -72,63 +93,104 @@ class BatchedLoss(ComputeLoss):
 
     def compute(self, predictions, plans):
         """Loss [1] and items [4] of `predictions` with `plans` on their device. Fixed shapes; waits for nothing."""
-        lead = predictions[: self.head.nl]
-        fine = plans[0]
-        rows, objectness = CellRows.apply(fine.layout().cell_index, fine.sizes.cells, *lead)
-        terms = self.terms(rows, objectness, fine, self.owners(rows.detach(), fine))
+        lead, auxiliary = predictions[: self.head.nl], predictions[self.head.nl :]
+        view = look(lead, plans[0])
+        total, items = self._branch(lead, view, plans[0], self.owners(view, plans[0]), 1.0)
         if len(plans) > 1:
-            coarse = plans[1]
-            index = coarse.layout().cell_index
-            owner = self.owners(gather_rows(index, coarse.sizes.cells, lead), coarse)
-            rows, objectness = CellRows.apply(index, coarse.sizes.cells, *predictions[self.head.nl :])
-            auxiliary = self.terms(rows, objectness, coarse, owner)
-            terms = [term + AUXILIARY_WEIGHT * other for term, other in zip(terms, auxiliary, strict=True)]
+            owner = self.owners(look(lead, plans[1]), plans[1])
+            more = self._branch(auxiliary, look(auxiliary, plans[1]), plans[1], owner, AUXILIARY_WEIGHT)
+            total, items = total + more[0], items + more[1]
+        return total, items
 
-        gained = [self.hyp[gain] * term for gain, term in zip(("box", "obj", "cls"), terms, strict=True)]
-        total = sum(gained)
-        return total.reshape(1) * len(lead[0]), torch.stack((*gained, total)).detach()
-
-    def owners(self, rows, plan):
-        """The target of each candidate [m], -1 for none; `rows` [u x 5+nc] are what its distinct cells predict."""
+    def owners(self, view, plan):
+        """The target of each candidate [m], -1 for none."""
         if self.NUM_IOUS is None:
-            return plan.layout().proposer
-        return assign_batched.owners(rows, plan, self.NUM_IOUS)
+            return plan.layout.proposer
+        with torch.autocast(view.rows.device.type, enabled=False):
+            boxes = view[1:] if view.rows.dtype == torch.float32 else None
+            return assign_batched.owners(view.rows, plan, self.NUM_IOUS, boxes)
 
-    def terms(self, rows, objectness, plan, owner):
-        """Box, objectness and class loss [3 scalars] over all layers, before gains.
-
-        rows [u x 5+nc] of the distinct cells, objectness [cells of all layers], owner [m] of the candidates
-        """
-        layout = plan.layout()
-        candidate = slice(None)
+    def _branch(self, predictions, view, plan, owner, share):
+        """Loss and items of one branch of the head, `share` of them; its gradient goes to `predictions`."""
+        layout, sizes = plan.layout, plan.sizes.cells
         if not plan.padded:  # nobody asks for fixed shapes, so only matches are computed
-            candidate = (owner >= 0).nonzero()[:, 0]
-        owner, cell = owner[candidate], layout.cell_of_candidate[candidate]
-        matched, target = owner >= 0, owner.clamp(min=0)
-        weight = _share_of_layer(matched, layout.layer_of_candidate[candidate], len(plan.shapes))
+            view, layout, sizes, owner = only_matches(view, layout, sizes, owner)
+        with torch.no_grad(), torch.autocast(owner.device.type, enabled=False):
+            matched = matched_candidates(layout, owner, len(sizes))
+            gains = [share * self.hyp[gain] for gain in ("box", "obj", "cls")]
+            slopes = [gain * len(predictions[0]) for gain in gains]  # the loss is multiplied by the batch size
+            class_term, rows = self._class_term(view, layout, matched, slopes[2])
+            box, overlap, rows[:, :4] = self._box_term(view, layout, matched, slopes[0])
+            wanted = self._wanted_objectness(view, matched, overlap)
+            object_term, rows[:, 4], objectness = self._object_term(predictions, view, wanted, sizes, slopes[1])
+            items = [gain * term for gain, term in zip(gains, (box, object_term, class_term), strict=True)]
+            items = torch.stack((*items, sum(items)))
+            total = items[3:] * len(predictions[0])
+        return KnownSlopes.apply(total, layout.cell_index, sizes, rows, objectness, *predictions), items
 
-        logits = rows.index_select(0, cell)  # [n x 5+nc]
-        overlap = self.overlap(
-            logits, layout.corner[cell], layout.target_box[target], layout.anchor_size[cell], layout.grid_size[cell]
-        )
-        box_term = _weighted_sum(1 - overlap, weight)
+    def _class_term(self, view, layout, matched, gain):
+        """Class loss, and `gain` times its slopes for the cells, as columns 5 and up of [u x 5+nc].
 
-        score = (1 - self.gr) + self.gr * overlap.detach().clamp(min=0)
-        score = torch.where(_is_last(matched, cell, len(rows)), score, 0.0).to(objectness.dtype)
-        wanted = torch.zeros_like(objectness).index_add_(0, layout.cell_position[cell], score)
-        object_term = self._objectness_term(objectness, wanted, plan.shapes)
+        Every class of a matched cell learns the negative label first; then the true ones change to the positive label.
+        """
+        rows, num_classes = view.rows.float(), self.head.nc
+        if num_classes == 1:
+            return rows.new_zeros(()), torch.zeros_like(rows)
+        settings = self.hyp["cls_pw"], self.hyp["fl_gamma"]
+        labels = smooth_labels(self.hyp.get("label_smoothing", 0.0))
+        positive, negative = (rounded_to(view.rows.dtype, label, rows.device) for label in labels)
+        value, slope = binary_loss(rows, negative, *settings)
+        weight = matched.weight / num_classes
+        weight_of_cell = weight.new_zeros(len(rows)).index_add_(0, matched.cell, weight)
+        slope = slope * (weight_of_cell * gain)[:, None]
 
-        class_term = torch.zeros_like(box_term)
-        if self.head.nc > 1:
-            elements = self.class_term(logits[:, 5:], layout.target_class[target], reduction="none")
-            class_term = _weighted_sum(elements.float().mean(1), weight)
-        return [box_term, object_term, class_term]
+        place = (layout.target_class[matched.target] + 5).add_(matched.cell, alpha=rows.shape[1])
+        more, more_slope = binary_loss_change(rows.view(-1)[place], positive, negative, *settings)
+        slope.view(-1).index_add_(0, place, weight * (more_slope * gain))
+        return (value[:, 5:].sum(1) * weight_of_cell).sum() + (more * weight).sum(), slope
 
-    def _objectness_term(self, logits, wanted, shapes):
-        """The balanced sum of the layers' mean losses."""
-        elements = self.binary_loss(logits, wanted, "obj_pw", reduction="none").float()
-        layers = elements.split([math.prod(shape[:4]) for shape in shapes])
-        return sum(balance * layer.mean() for balance, layer in zip(self.balance, layers, strict=True))
+    def _box_term(self, view, layout, matched, gain):
+        """Box loss, the overlap [n] of each candidate, and `gain` times the slopes [u x 4] for the cells."""
+        true, geometry = layout.target_box[matched.target], layout.geometry[matched.cell]
+        true_centre = true[:, :2] * geometry[:, 4:6] - geometry[:, :2]
+        centres = torch.stack((view.centre[matched.cell], true_centre))
+        sizes = torch.stack((view.size[matched.cell], true[:, 2:] * geometry[:, 4:6]))
+        overlap, by_centre, by_size = complete_iou(centres, sizes)
+        value = (torch.where(matched.is_match, 1 - overlap, 0.0) * matched.weight).sum()
+
+        slopes = torch.cat((by_centre, by_size), 1) * (matched.weight * -gain)[:, None]
+        slopes = torch.where(matched.is_match[:, None], slopes, 0.0)
+        slopes = slopes.new_zeros(len(view.rows), 4).index_add_(0, matched.cell, slopes)
+        doubled = view.rows[:, :4].float().sigmoid() * 2
+        by_logit = torch.cat((doubled[:, :2], view.size), 1) * (2 - doubled)  # of twice the centre, and of the size
+        return value, overlap, slopes * by_logit
+
+    def _wanted_objectness(self, view, matched, overlap):
+        """What each cell [u] learns: the overlap of the last match in it, 0 without one."""
+        position = torch.arange(len(overlap), device=overlap.device)
+        position = torch.where(matched.is_match, position, -1)
+        last = position.new_full((len(view.rows),), -1).scatter_reduce_(0, matched.cell, position, "amax")
+        score = overlap.clamp(min=0)
+        if self.gr != 1:
+            score = (1 - self.gr) + self.gr * score
+        if len(score) == 0:
+            return score.new_zeros(len(last))
+        wanted = torch.where(last >= 0, score[last], 0.0)
+        return wanted.to(view.rows.dtype).float()  # stock behaviour: rounded like the predictions
+
+    def _object_term(self, predictions, view, wanted, sizes, gain):
+        """Objectness loss, and `gain` times its slopes: what objects add in the cells [u], and all cells without."""
+        settings = self.hyp["obj_pw"], self.hyp["fl_gamma"]
+        logits = torch.cat([prediction[..., 4].reshape(-1) for prediction in predictions]).float()
+        value, slope = binary_loss(logits, 0.0, *settings)
+        more, more_slope = binary_loss_change(view.rows[:, 4].float(), wanted, 0.0, *settings)
+
+        counts = [prediction[..., 4].numel() for prediction in predictions]
+        factors = [balance / count for balance, count in zip(self.balance, counts, strict=True)]
+        slope_factors = [gain * factor for factor in factors]
+        torch._foreach_mul_([*value.split(counts), *more.split(sizes)], factors * 2)
+        torch._foreach_mul_([*slope.split(counts), *more_slope.split(sizes)], slope_factors * 2)
+        return value.sum() + more.sum(), more_slope, slope
 
 
 class BatchedLossOTA(BatchedLoss):
@@ -147,55 +209,36 @@ class BatchedLossAuxOTA(BatchedLossOTA):
 CLASSES = LossClasses(BatchedLoss, BatchedLossOTA, BatchedLossAuxOTA)
 
 
-def _share_of_layer(matched, layer, num_layers):
-    """The weight of each candidate [n] in its layer's mean over matches."""
-    count = torch.zeros(num_layers, device=matched.device).index_add_(0, layer, matched.float())
-    return matched / count.clamp(min=1)[layer]
+@torch.no_grad()
+def look(predictions, plan):
+    """The View of the cells of `plan`."""
+    layout = plan.layout
+    rows = gather_rows(layout.cell_index, plan.sizes.cells, predictions)
+    centre, size = boxes_in_cells(rows, layout)
+    return View(rows, centre.float(), size.float())
 
 
-def _weighted_sum(values, weight):
-    """The sum of `values` [n] times `weight`; what has no weight may be anything."""
-    return (torch.where(weight > 0, values, 0.0) * weight).sum()
+def only_matches(view, layout, sizes, owner):
+    """The same without the candidates that are no matches, and without the cells that none of them needs."""
+    candidate = (owner >= 0).nonzero()[:, 0]
+    cells, cell = layout.cell_of_candidate[candidate].unique(return_inverse=True)
+    ends = torch.tensor(sizes).cumsum(0)
+    sizes = torch.searchsorted(cells, ends).diff(prepend=ends.new_zeros(1)).tolist()
+    layout = layout._replace(
+        cell_index=layout.cell_index[cells], geometry=layout.geometry[cells], cell_of_candidate=cell,
+        layer_of_candidate=layout.layer_of_candidate[candidate],
+    )  # fmt: skip
+    return View(*(part[cells] for part in view)), layout, tuple(sizes), owner[candidate]
 
 
-def _is_last(matched, cell, num_cells):
-    """Which candidates [n] are the last match of their `cell`: the one whose score counts."""
-    position = torch.where(matched, torch.arange(len(cell), device=cell.device), -1)
-    last = torch.full((num_cells,), -1, device=cell.device).scatter_reduce_(0, cell, position, "amax")
-    return matched & (last[cell] == position)
+def matched_candidates(layout, owner, num_layers):
+    """The Matched of candidates with the targets `owner` [n], -1 for none."""
+    is_match, layer = owner >= 0, layout.layer_of_candidate
+    count = torch.zeros(num_layers, device=owner.device).index_add_(0, layer, is_match.float())
+    weight = is_match / count.clamp_(min=1)[layer]
+    return Matched(is_match, weight, layout.cell_of_candidate, owner.clamp(min=0))
 
 
-def gather_rows(cell_index, sizes, predictions):
-    """Rows [u x 5+nc] of the cells `cell_index` [u], of which each layer has one of `sizes`."""
-    parts = zip(predictions, cell_index.split(sizes), strict=True)
-    return torch.cat([grid.reshape(-1, grid.shape[-1]).index_select(0, index) for grid, index in parts])
-
-
-class CellRows(torch.autograd.Function):
-    """(cell_index, sizes, *predictions) -> rows [u x 5+nc] of the cells, objectness logits of all cells [all layers].
-
-    Its gradient is written once for each layer. Two indexing operations would each fill a tensor as large as the
-    prediction and then add the two, and that is most of the time of a plain loss.
-    """
-
-    @staticmethod
-    def forward(ctx, cell_index, sizes, *predictions):
-        ctx.save_for_backward(cell_index)
-        ctx.sizes, ctx.shapes = sizes, [prediction.shape for prediction in predictions]
-        objectness = torch.cat([prediction[..., 4].reshape(-1) for prediction in predictions])
-        return gather_rows(cell_index, sizes, predictions), objectness
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, rows_gradient, objectness_gradient):
-        (cell_index,) = ctx.saved_tensors
-        counts = [math.prod(shape[:4]) for shape in ctx.shapes]
-        parts = zip(
-            cell_index.split(ctx.sizes), rows_gradient.split(ctx.sizes), objectness_gradient.split(counts), strict=True
-        )
-        gradients = []
-        for shape, (index, rows, objectness) in zip(ctx.shapes, parts, strict=True):
-            gradient = rows.new_zeros((len(objectness), shape[-1]))
-            gradient[:, 4] = objectness
-            gradients.append(gradient.index_add_(0, index, rows).view(shape))
-        return None, None, *gradients
+def rounded_to(dtype, number, device):
+    """`number` as a tensor of `dtype` would hold it."""
+    return number if dtype == torch.float32 else torch.full((), number, dtype=dtype, device=device).float()

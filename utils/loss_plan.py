@@ -1,16 +1,16 @@
-"""What a loss needs to know before it sees a prediction, as tensors of fixed size.
+"""What a loss needs to know before it sees a prediction, as one buffer of fixed size.
 
 Which cells are candidates, and which of them compete, follows from the targets, anchors and grids alone. So it is
-worked out on the host while the model runs, packed into two buffers, and copied once. Rounded sizes repeat from batch
-to batch, which keeps an allocator calm and lets a CUDA graph be replayed: copy the next Plan of equal Sizes over the
-static one.
+worked out on the host while the model runs (in NumPy: many small steps, no device), written into one buffer, and copied
+once. Rounded sizes repeat from batch to batch, which keeps an allocator calm and lets a CUDA graph be replayed: copy
+the next Plan of equal Sizes over the static one.
 
 Padding is harmless by position: the last target row is nobody's, the last candidate is never taken, and a padded cell
 repeats the first one.
 """
 
-import math
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from utils import assign
+from utils.assign import NEIGHBOUR_STEPS
 from utils.boxes import xywh2xyxy
 
 # Padded sizes are multiples of this, so that rows of every layer are aligned in memory as they are in a layer alone:
@@ -30,16 +30,17 @@ class Layout(NamedTuple):
     """The parts of a Plan: t targets sorted by image, u distinct cells by layer, m candidates by image."""
 
     target_class: torch.Tensor  # [t] int64
-    first_candidate: torch.Tensor  # [t] of the target's image
     num_candidates: torch.Tensor  # [t] of the target's image
     num_pairs: torch.Tensor  # [t] the same, and what remains of the capacity for the last target
+    first_pair: torch.Tensor  # [t] the sum of num_pairs before
+    first_candidate: torch.Tensor  # [t] of the target's image
     cell_index: torch.Tensor  # [u] within the layer, flattened
     cell_position: torch.Tensor  # [u] within all layers in a row
     cell_of_candidate: torch.Tensor  # [m]
     layer_of_candidate: torch.Tensor  # [m]
     proposer: torch.Tensor  # [m] the target that made it a candidate, -1 for padding
-    target_box: torch.Tensor  # [t x 4: x, y, w, h normalised]
-    target_xyxy: torch.Tensor  # [t x 4] in pixels of the network input
+    target_box: torch.Tensor  # [t x 4: x, y, w, h normalised] float32
+    target_xyxy: torch.Tensor  # [t x 5: x1, y1, x2, y2 in pixels of the network input, area]
     geometry: torch.Tensor  # [u x 7] of the cells, see the properties
 
     @property
@@ -101,6 +102,15 @@ class Sizes:
             max(self.pairs, other.pairs),
         )
 
+    def of_parts(self):
+        """How many numbers the parts of a Layout have: int64 ones, then float32 ones."""
+        cells = sum(self.cells)
+        return (*[self.targets] * 5, cells, cells, *[self.candidates] * 3), (
+            self.targets * 4,
+            self.targets * 5,
+            cells * 7,
+        )
+
 
 def _round_up(count):
     """The next of 64, 128, 192, ..., 512, 640, 768, ... (eight steps to a doubling): from 512 on at most 25 % more."""
@@ -114,45 +124,50 @@ class Plan:
 
     sizes: Sizes
     shapes: tuple  # of the predictions, one for each layer
-    ints: torch.Tensor
-    floats: torch.Tensor
-    blocks: tuple  # Block of every image that has candidates
-    target_rows: torch.Tensor  # [targets] on the host: the rows of the caller's targets, sorted by image
+    buffer: torch.Tensor  # int64, with float32 parts at its end
     padded: bool  # to fixed shapes, which those who compute with it then keep
+    target_rows: np.ndarray  # [targets] the rows of the caller's targets, sorted by image
+    per_image: tuple  # numbers of targets [batch] and of candidates [batch], arrays on the host
+    layout: Layout = field(init=False, repr=False)  # the parts, as views of the buffer
+
+    def __post_init__(self):
+        ints, floats = self.sizes.of_parts()
+        whole, rest = self.buffer.split([sum(ints), len(self.buffer) - sum(ints)])
+        boxes, corners, geometry = rest.view(torch.float32)[: sum(floats)].split(floats)
+        self.layout = Layout(*whole.split(ints), boxes.view(-1, 4), corners.view(-1, 5), geometry.view(-1, 7))
 
     def to(self, device):
-        """The same with its buffers on `device`; to a GPU they travel without waiting."""
+        """The same with its buffer on `device`; to a GPU it travels without waiting."""
         if device.type == "cpu":
             return self
-        ints, floats = (_ready_for(device, buffer).to(device, non_blocking=True) for buffer in (self.ints, self.floats))
-        return Plan(self.sizes, self.shapes, ints, floats, self.blocks, self.target_rows, self.padded)
+        return replace(self, buffer=_ready_for(device, self.buffer).to(device, non_blocking=True))
 
     def copy_(self, other):
         """Take over the values of a Plan of equal sizes and shapes, without waiting."""
         if (self.sizes, self.shapes, self.padded) != (other.sizes, other.shapes, other.padded):
             raise ValueError(f"a plan for {self.sizes} and {self.shapes} cannot hold one for {other.sizes}")
-        self.ints.copy_(_ready_for(self.ints.device, other.ints), non_blocking=True)
-        self.floats.copy_(_ready_for(self.floats.device, other.floats), non_blocking=True)
-        self.blocks, self.target_rows = other.blocks, other.target_rows
+        self.buffer.copy_(_ready_for(self.buffer.device, other.buffer), non_blocking=True)
+        self.target_rows, self.per_image = other.target_rows, other.per_image
         return self
 
-    def layout(self):
-        """The parts, as views of the two buffers."""
-        targets, cells, candidates = self.sizes.targets, sum(self.sizes.cells), self.sizes.candidates
-        ints = self.ints.split([targets] * 4 + [cells] * 2 + [candidates] * 3)
-        boxes, corners, geometry = self.floats.split([targets * 4, targets * 4, cells * 7])
-        return Layout(*ints, boxes.view(-1, 4), corners.view(-1, 4), geometry.view(-1, 7))
+    def blocks(self):
+        """A Block for each image with targets and candidates."""
+        num_targets, num_candidates = (counts.tolist() for counts in self.per_image)
+        starts = (accumulate(counts, initial=0) for counts in (num_targets, num_candidates))
+        blocks = map(Block, next(starts), num_targets, next(starts), num_candidates)
+        return [block for block in blocks if block.num_candidates]
 
 
 def _ready_for(device, buffer):
     """`buffer` where a GPU may read it while the host goes on."""
-    return buffer.pin_memory() if device.type == "cuda" and buffer.device.type == "cpu" else buffer
+    wants = device.type == "cuda" and buffer.device.type == "cpu" and not buffer.is_pinned()
+    return buffer.pin_memory() if wants else buffer
 
 
-@torch.no_grad()
 def prepare(
-    targets, shapes, anchors, strides, image_size, *, anchor_threshold=4.0, reach=0.5, padded=True, at_least=None
-):
+    targets, shapes, anchors, strides, image_size, *,
+    anchor_threshold=4.0, reach=0.5, padded=True, at_least=None, pinned=False,
+):  # fmt: skip
     """The Plan, on the host, for `targets` [N x 6: image, class, x, y, w, h normalised] on the host.
 
     shapes      of the predictions, per layer (batch, anchors, ny, nx, 5+classes)
@@ -161,108 +176,163 @@ def prepare(
     image_size  (height, width) of the network input in pixels
     anchor_threshold, reach  as for `assign.plain`, which names the candidates
     padded      round the sizes up, to at least the Sizes `at_least` if given
+    pinned      in page-locked memory; torch keeps such memory and hands it out again once its copy is done
     """
-    shapes = tuple(map(tuple, shapes))
-    order = _stable_order(targets[:, 0].long())
+    shapes, anchors = tuple(map(tuple, shapes)), anchors.float().numpy()
+    targets = targets.float().numpy()
+    order = _stable_order(targets[:, 0])
     targets = targets[order]
-    grids = [torch.empty(shape, device="meta") for shape in shapes]
-    candidates = assign.plain(grids, targets, anchors, anchor_threshold=anchor_threshold, reach=reach)
+    image, grids = targets[:, 0].astype(np.int64), _Grids(shapes)
+    position, target, layer = _candidates(targets[:, 2:6], image, anchors, grids, anchor_threshold, reach)
+    cells, place = _distinct(position, grids.num_cells)
+    edges = cells.searchsorted(grids.starts)  # [layers + 1] where the cells of each layer begin
 
-    distinct = [_distinct_cells(candidates, layer, shape) for layer, shape in enumerate(shapes)]
-    image = torch.cat(candidates.image)
-    in_image = torch.bincount(image, minlength=shapes[0][0])  # [batch] candidates
-    targets_in_image = torch.bincount(targets[:, 0].long(), minlength=shapes[0][0])
-    used = Sizes(
-        len(targets), tuple(len(cells) for cells, _ in distinct), len(image), int((in_image * targets_in_image).sum())
-    )
+    in_image = np.bincount(image[target], minlength=grids.batch)  # candidates
+    targets_in_image = np.bincount(image, minlength=grids.batch)
+    used = Sizes(len(targets), tuple(np.diff(edges).tolist()), len(target), int(in_image @ targets_in_image))
     sizes = used.rounded(at_least) if padded else used
-
-    plan = _empty_plan(sizes, shapes, _blocks(targets_in_image.tolist(), in_image.tolist()), order, padded)
-    layout = plan.layout()
-    _write_targets(layout, targets, in_image, image_size)
-    if padded:
-        layout.num_pairs[-1] = sizes.pairs - used.pairs
-    table = _geometry(shapes, anchors, torch.as_tensor(strides).tolist())
-    cell_of_candidate = _write_cells(layout, distinct, shapes, sizes, table)
-    by_image = _stable_order(image)
-    layout.cell_of_candidate[: len(image)] = cell_of_candidate[by_image]
-    numbers = [torch.full_like(target, layer) for layer, target in enumerate(candidates.target)]
-    layout.layer_of_candidate[: len(image)] = torch.cat(numbers)[by_image]
-    layout.proposer[: len(image)] = torch.cat(candidates.target)[by_image]
-    layout.proposer[len(image) :] = -1
+    plan = _empty_plan(sizes, shapes, pinned, padded=padded, target_rows=order, per_image=(targets_in_image, in_image))
+    parts = Layout(*(part.numpy() for part in plan.layout))
+    _write_targets(parts, targets, image, in_image, image_size, sizes)
+    _write_cells(parts, cells, edges, sizes, grids, _geometry(shapes, anchors, torch.as_tensor(strides).tolist()))
+    _write_candidates(parts, place, target, layer, _stable_order(image[target]), np.diff(edges), sizes)
     return plan
 
 
-def _empty_plan(sizes, shapes, blocks, target_rows, padded):
+class _Grids:
+    """Sizes of the layers of `shapes`, as arrays."""
+
+    def __init__(self, shapes):
+        self.batch, self.num_anchors = shapes[0][:2]
+        sides = np.array([shape[2:4] for shape in shapes], dtype=np.int32)
+        self.height, self.width = sides.T[:, :, None]  # [layers x 1] each
+        self.per_anchor = self.height * self.width  # [layers x 1]
+        self.per_image = (self.num_anchors * self.per_anchor)[:, 0].tolist()
+        starts = [0, *accumulate(self.batch * cells for cells in self.per_image)]
+        self.num_cells, self.starts = starts[-1], np.array(starts, dtype=np.int32)  # [layers + 1]
+
+
+def _empty_plan(sizes, shapes, pinned, **rest):
     """A Plan full of zeros."""
-    targets, cells = sizes.targets, sum(sizes.cells)
-    ints = torch.zeros(4 * targets + 2 * cells + 3 * sizes.candidates, dtype=torch.long)
-    return Plan(sizes, shapes, ints, torch.zeros(8 * targets + 7 * cells), blocks, target_rows, padded)
+    ints, floats = map(sum, sizes.of_parts())
+    buffer = torch.empty(ints + -(-floats // 2), dtype=torch.long, pin_memory=pinned)
+    buffer.numpy().fill(0)
+    return Plan(sizes, shapes, buffer, **rest)
 
 
 def _stable_order(numbers):
-    """The rows that sort `numbers` [n], int64 and small; NumPy sorts 16-bit numbers by their digits, in linear time."""
-    keys = numbers.numpy()
-    if len(keys) and keys.max() < 1 << 15:
-        keys = keys.astype(np.int16)
-    return torch.from_numpy(keys.argsort(kind="stable"))
+    """The rows that sort `numbers` [n], small and whole; NumPy sorts 16-bit ones by their digits, in linear time."""
+    if len(numbers) and numbers.max() < 1 << 15:
+        numbers = numbers.astype(np.int16)
+    return numbers.argsort(kind="stable")
 
 
-def _distinct_cells(candidates, layer, shape):
-    """The distinct cells of `layer`, flattened and ascending [u], and which of them each candidate is [m]."""
-    _, num_anchors, ny, nx, _ = shape
-    image, anchor, y, x = candidates.cells(layer)
-    return (((image * num_anchors + anchor) * ny + y) * nx + x).unique(return_inverse=True)
+@np.errstate(divide="ignore", invalid="ignore", over="ignore")
+def _candidates(boxes, image, anchors, grids, threshold, reach):
+    """Position among all cells, target and layer [m each] of what `assign.plain` names, in its order, layer by layer.
+
+    The same arithmetic in float32, for all layers, neighbours and anchors at once; boxes [N x 4, xywh normalised].
+    """
+    num_layers, num_anchors, count = len(anchors), grids.num_anchors, len(boxes)
+    limits = np.stack((grids.width, grids.height)).astype(np.float32)  # [2 x layers x 1]
+    centres, sides = boxes.T[:2, None] * limits, boxes.T[2:, None] * limits  # [2: x, y or w, h; layers x N]
+    ratio = sides[:, :, None] / anchors.transpose(2, 0, 1)[..., None]  # [2 x layers x anchors x N]
+    similar = ((ratio < np.float32(threshold)) & (1 / ratio < np.float32(threshold))).all(0)
+
+    reach = np.float32(reach)
+    joins = np.ones((num_layers, len(NEIGHBOUR_STEPS), count), dtype=bool)
+    joins[:, 1:3], joins[:, 3:5] = (
+        ((distance - np.floor(distance) < reach) & (distance > 1)).swapaxes(0, 1)
+        for distance in (centres, limits - centres)
+    )
+    steps = np.array(NEIGHBOUR_STEPS, dtype=np.float32).T[:, None, :, None] * reach  # [2 x 1 x steps x 1]
+    x, y = (centres[:, :, None] - steps).astype(np.int32)  # [layers x steps x N] each
+    np.clip(x, 0, grids.width[:, None] - 1, out=x)
+    np.clip(y, 0, grids.height[:, None] - 1, out=y)
+    first = image.astype(np.int32) * (num_anchors * grids.per_anchor) + grids.starts[:-1, None]  # [layers x N]
+    cell = first[:, None] + y * grids.width[:, None] + x
+    anchor_shift = np.arange(num_anchors, dtype=np.int32) * grids.per_anchor  # [layers x anchors]
+    positions = cell[:, :, None] + anchor_shift[:, None, :, None]  # [layers x steps x anchors x N]
+
+    chosen = joins[:, :, None] & similar[:, None]  # [layers x steps x anchors x N]
+    found = np.flatnonzero(chosen)
+    in_row = chosen.sum(3).ravel()
+    row = np.arange(len(in_row)).repeat(in_row)
+    per_layer = in_row.reshape(num_layers, -1).sum(1)
+    return positions.ravel()[found], found - row * count, np.arange(num_layers).repeat(per_layer)
 
 
-def _write_targets(layout, targets, in_image, image_size):
+_notes = threading.local()
+
+
+def _distinct(positions, num_cells):
+    """The distinct `positions` [m], ascending [u], and the place of each position among them [m].
+
+    The places are looked up in notes about all cells, which are kept from call to call: quicker than to search.
+    """
+    in_order = np.sort(positions)
+    is_first = np.ones(len(in_order), dtype=bool)
+    np.not_equal(in_order[1:], in_order[:-1], out=is_first[1:])
+    cells = in_order[is_first]
+    if getattr(_notes, "num_cells", 0) < num_cells:
+        _notes.num_cells, _notes.place = num_cells, np.empty(num_cells, dtype=np.int32)
+    _notes.place[cells] = np.arange(len(cells), dtype=np.int32)
+    return cells, _notes.place[positions]
+
+
+def _write_targets(parts, targets, image, in_image, image_size, sizes):
     """What concerns the `targets` [N x 6], sorted by image; a padded one starts at the last candidate and has none."""
-    count, image = len(targets), targets[:, 0].long()
-    layout.target_class[:count] = targets[:, 1]
-    layout.first_candidate[:count] = (in_image.cumsum(0) - in_image)[image]
-    layout.first_candidate[count:] = max(len(layout.proposer) - 1, 0)
-    layout.num_candidates[:count] = in_image[image]
-    layout.num_pairs[:count] = in_image[image]
+    count = len(targets)
     height, width = image_size or (1, 1)
-    boxes = targets[:, 2:6]
-    layout.target_box[:count] = boxes
-    layout.target_xyxy[:count] = xywh2xyxy(boxes * boxes.new_tensor((width, height, width, height)))
+    parts.target_class[:count] = targets[:, 1]
+    parts.num_candidates[:count] = parts.num_pairs[:count] = in_image[image]
+    parts.first_candidate[:count] = (in_image.cumsum() - in_image)[image]
+    parts.first_candidate[count:] = max(sizes.candidates - 1, 0)
+    np.cumsum(parts.num_pairs[:-1], out=parts.first_pair[1:])
+    if sizes.targets > count:
+        parts.num_pairs[-1] = sizes.pairs - parts.first_pair[-1]
+    parts.target_box[:count] = targets[:, 2:6]
+    corners = xywh2xyxy(targets[:, 2:6] * np.array((width, height, width, height), dtype=np.float32))
+    parts.target_xyxy[:count, :4] = corners
+    parts.target_xyxy[:count, 4] = (corners[:, 2] - corners[:, 0]) * (corners[:, 3] - corners[:, 1])
 
 
-def _write_cells(layout, distinct, shapes, sizes, table):
-    """What concerns the distinct cells, layer by layer; returns which of them each candidate is [m], in layer order."""
-    places, start, kind_start, position_start = [], 0, 0, 0
-    for (cells, inverse), shape, size in zip(distinct, shapes, sizes.cells, strict=True):
-        here, per_image = slice(start, start + len(cells)), math.prod(shape[1:4])
-        layout.cell_index[here] = cells
-        layout.cell_position[here] = cells + position_start
-        layout.geometry[here] = table.index_select(0, cells % per_image + kind_start)
-        places.append(inverse + start)
-        start, kind_start, position_start = start + size, kind_start + per_image, position_start + shape[0] * per_image
-    return torch.cat(places)
+def _write_cells(parts, cells, edges, sizes, grids, table):
+    """What concerns the distinct `cells` [u, positions], layer by layer between `edges`."""
+    start = kind_start = 0
+    for layer, size in enumerate(sizes.cells):
+        position = cells[edges[layer] : edges[layer + 1]]
+        here, per_image = slice(start, start + len(position)), grids.per_image[layer]
+        index = position - grids.starts[layer]
+        parts.cell_position[here], parts.cell_index[here] = position, index
+        kind = index - index // per_image * per_image + kind_start
+        table.take(kind, axis=0, out=parts.geometry[here], mode="clip")
+        start, kind_start = start + size, kind_start + per_image
+
+
+def _write_candidates(parts, place, target, layer, by_image, num_cells, sizes):
+    """What concerns the candidates, in the order `by_image`; `place` [m] among the distinct cells without padding."""
+    count = len(target)
+    padding = np.array(sizes.cells) - num_cells
+    shift = padding.cumsum() - padding  # [layers] cells of padding before
+    parts.cell_of_candidate[:count] = (place + shift[layer])[by_image]
+    parts.layer_of_candidate[:count] = layer[by_image]
+    parts.proposer[:count] = target[by_image]
+    parts.proposer[count:] = -1
 
 
 def _geometry(shapes, anchors, strides):
     """The rows of Layout.geometry for every anchor and cell of one image, layer after layer."""
-    key = tuple(shape[1:4] for shape in shapes), tuple(anchors.flatten().tolist()), tuple(strides)
-    return _geometry_table(*key)
+    return _geometry_table(tuple(shape[1:4] for shape in shapes), tuple(anchors.ravel().tolist()), tuple(strides))
 
 
 @lru_cache(maxsize=32)
 def _geometry_table(grids, anchor_sides, strides):
-    tables, anchors = [], torch.tensor(anchor_sides).view(len(grids), -1, 2)
+    tables, anchors = [], np.array(anchor_sides, dtype=np.float32).reshape(len(grids), -1, 1, 1, 2)
     for (num_anchors, ny, nx), layer_anchors, stride in zip(grids, anchors, strides, strict=True):
-        table = torch.empty(num_anchors, ny, nx, 7)
-        table[..., 0], table[..., 1] = torch.arange(nx), torch.arange(ny)[:, None]
-        table[..., 2:4] = layer_anchors[:, None, None]
+        table = np.empty((num_anchors, ny, nx, 7), dtype=np.float32)
+        table[..., 0], table[..., 1] = np.arange(nx), np.arange(ny)[:, None]
+        table[..., 2:4] = layer_anchors
         table[..., 4], table[..., 5], table[..., 6] = nx, ny, stride
-        tables.append(table.view(-1, 7))
-    return torch.cat(tables)
-
-
-def _blocks(targets_in_image, in_image):
-    """A Block for each image with targets and candidates."""
-    first_target = accumulate(targets_in_image, initial=0)
-    first_candidate = accumulate(in_image, initial=0)
-    blocks = map(Block, first_target, targets_in_image, first_candidate, in_image)
-    return tuple(block for block in blocks if block.num_candidates)
+        tables.append(table.reshape(-1, 7))
+    return np.concatenate(tables)

@@ -5,16 +5,16 @@ those of which something shows. Draws never depend on pixels, so this changes no
 """
 
 import random
-from functools import lru_cache
 from typing import NamedTuple
 
 import cv2
 import numpy as np
 
-from utils.augment import GREY, copy_paste, draw_warp, warp_labels
-from utils.boxes import xyn2xy, xywhn2xyxy
+from utils.augment import GREY, copy_paste, draw_warp, reused, warp_labels
+from utils.boxes import xywhn2xyxy
 from utils.images import read_image
 from utils.paste_in import sample_segments
+from utils.polygons import Polygons
 
 NO_POLYGON = np.zeros((0, 2), np.float32)
 
@@ -45,11 +45,6 @@ def resized_shape(height, width, size):
     return max(int(height * gain), 1), max(int(width * gain), 1)
 
 
-@lru_cache(maxsize=1)
-def _reused_canvas(side):
-    return np.empty((side, side, 3), np.uint8)
-
-
 class Tile(NamedTuple):
     """Picture `index` of the data set, `width` x `height`, with its top left corner at (x, y), perhaps outside."""
 
@@ -75,56 +70,59 @@ class Mosaic:
         """Labels of all pictures [n x 5: class, x1, y1, x2, y2] in pixels, clipped to the canvas."""
         rows = [self.dataset.labels[tile.index] for tile in self.tiles]
         labels = np.concatenate(rows)
-        boxes = xywhn2xyxy(labels[:, 1:], *self._places(map(len, rows)))
+        places = np.array([(tile.width, tile.height, tile.x, tile.y) for tile in self.tiles], np.float32)
+        places = np.repeat(places, [len(own) for own in rows], axis=0)
+        boxes = xywhn2xyxy(labels[:, 1:], *places.T)
         if self.window is not None:
             boxes -= np.array(self.window * 2, np.float32)
-        labels[:, 1:] = boxes.clip(0, self.side)
+        np.clip(boxes, 0, self.side, out=labels[:, 1:])
         return labels
 
     def segments(self):
-        """The polygon [m x 2] of each label in pixels, clipped to the canvas; [0 x 2] for a mere box."""
-        polygons, num_points = [], []
-        for tile in self.tiles:
-            own = self.dataset.segments[tile.index] or [NO_POLYGON] * len(self.dataset.labels[tile.index])
-            polygons += own
-            num_points.append(sum(map(len, own)))
-        if not any(num_points):
-            return polygons
-        points = xyn2xy(np.concatenate(polygons), *self._places(num_points))
+        """The polygon [m x 2] of each label in pixels, clipped to the canvas, as Polygons; none for mere boxes."""
+        parts = [self._polygons(tile) for tile in self.tiles]
+        points, start = np.concatenate([part.points for part in parts]), 0
+        for tile, part in zip(self.tiles, parts, strict=True):
+            own = points[start : start + len(part.points)]
+            own *= np.array((tile.width, tile.height), np.float32)
+            own += np.array((tile.x, tile.y), np.float32)
+            start += len(own)
         if self.window is not None:
             points = points - np.array(self.window)  # in float64 from here on, as in stock
-        return np.split(points.clip(0, self.side), np.cumsum([len(polygon) for polygon in polygons])[:-1])
+        np.clip(points, 0, self.side, out=points)
+        return Polygons(points, np.concatenate([part.counts for part in parts]))
 
-    def _places(self, counts):
-        """Width, height, x and y of each tile, repeated `counts` times: four arrays, one entry for each row."""
-        places = np.array([(tile.width, tile.height, tile.x, tile.y) for tile in self.tiles], np.float32)
-        return np.repeat(places, list(counts), axis=0).T
+    def _polygons(self, tile):
+        polygons, num_labels = self.dataset.segments[tile.index], len(self.dataset.labels[tile.index])
+        return Polygons.of(polygons) if len(polygons) else Polygons(NO_POLYGON, np.zeros(num_labels, np.int64))
 
     def __getitem__(self, slices):
         """Pixels of `mosaic[y1:y2, x1:x2]` [h x w x 3]; reads only the pictures that show there."""
         rows, columns = slices
         (y1, y2, _), (x1, x2, _) = rows.indices(self.side), columns.indices(self.side)
-        return self._paint((x1, y1, x2, y2))
+        canvas = np.empty((y2 - y1, x2 - x1, 3), np.uint8)
+        self._paint(canvas, x1, y1, (x1, y1, x2, y2))
+        return canvas
 
     def painted(self, visible_area):
-        """The whole canvas, on which the pictures outside of `visible_area` (x1, y1, x2, y2) may be missing.
+        """A canvas [side x side x 4, the last channel without meaning], painted inside `visible_area` (x1, y1, x2, y2).
 
-        It is valid until the next mosaic is painted: fresh memory would cost more than what is painted on it.
+        Pictures outside of the area are not read. It is valid until the next mosaic is painted.
         """
-        return self._paint((0, 0, self.side, self.side), visible_area, _reused_canvas(self.side))
+        x1, y1, x2, y2 = (int(min(max(value, 0), self.side)) for value in visible_area)
+        canvas = reused("mosaic", self.side, self.side, 4)
+        self._paint(canvas[y1 : y2 + 1, x1 : x2 + 1], x1, y1, visible_area)
+        return canvas
 
-    def _paint(self, area, visible_area=None, canvas=None):
-        left, top, right, bottom = area
-        seen_x1, seen_y1, seen_x2, seen_y2 = visible_area or area
+    def _paint(self, canvas, left, top, visible_area):
+        """Paint `canvas` [h x w x 3 or 4], the part of the mosaic that begins at (left, top)."""
+        seen_x1, seen_y1, seen_x2, seen_y2 = visible_area
         origin_x, origin_y = self.window or (0, 0)
-        if canvas is None:
-            canvas = np.empty((bottom - top, right - left, 3), np.uint8)
-        canvas.fill(GREY)
+        canvas[...] = GREY
         for tile in self.tiles:
             x, y = tile.x - origin_x, tile.y - origin_y
             if x < seen_x2 and y < seen_y2 and x + tile.width > seen_x1 and y + tile.height > seen_y1:
                 _paste(canvas, self._picture(tile), x - left, y - top)
-        return canvas
 
     def _picture(self, tile):
         img, _, shape = load_image(self.dataset, tile.index)
@@ -137,12 +135,17 @@ class Mosaic:
 
 
 def _paste(canvas, img, x, y):
-    """Copy `img` into `canvas` with its top left corner at (x, y); what lies outside is cut off."""
+    """Copy `img` into `canvas` [h x w x 3 or 4] with its top left corner at (x, y); what lies outside is cut off."""
     height, width = canvas.shape[:2]
     left, top = max(x, 0), max(y, 0)
     right, bottom = min(x + img.shape[1], width), min(y + img.shape[0], height)
-    if left < right and top < bottom:
-        canvas[top:bottom, left:right] = img[top - y : bottom - y, left - x : right - x]
+    if left >= right or top >= bottom:
+        return
+    shown, place = img[top - y : bottom - y, left - x : right - x], canvas[top:bottom, left:right]
+    if canvas.shape[2] == 3:
+        place[...] = shown
+    else:
+        cv2.cvtColor(shown, cv2.COLOR_BGR2BGRA, dst=place)
 
 
 def _shape(dataset, index):

@@ -11,6 +11,7 @@ from torch import nn
 logger = logging.getLogger(__name__)
 
 NOMINAL_BATCH = 64  # images that one optimiser step is meant to see
+LONGER_WARMUP_BATCH, LONGER_WARMUP_EPOCHS = 128, 5  # of --auto-lr
 IMPLICIT_ATTRIBUTES = ("im", "imc", "imb", "imo", "ia")  # implicit knowledge of a detection layer, in this order
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
 
@@ -73,6 +74,23 @@ def build_optimizer(model, lr0, momentum, weight_decay, adam=False):
 def accumulation_steps(total_batch):
     """Batches of `total_batch` images (over all processes) that make up one nominal batch, at least one."""
     return max(round(NOMINAL_BATCH / total_batch), 1)
+
+
+def for_large_batch(hyp, total_batch):
+    """`hyp` for --auto-lr: above a nominal batch the rate grows with the square root, from 128 the warm-up is longer.
+
+    `total_batch` is the number of images over all processes.
+    """
+    if total_batch <= NOMINAL_BATCH:
+        return hyp
+    changed = hyp | {"lr0": hyp["lr0"] * math.sqrt(total_batch / NOMINAL_BATCH)}
+    if total_batch >= LONGER_WARMUP_BATCH:
+        changed["warmup_epochs"] = max(hyp["warmup_epochs"], LONGER_WARMUP_EPOCHS)
+    logger.info(
+        "--auto-lr: batch %d, lr0 %g -> %.5g, warmup_epochs %g -> %g",
+        total_batch, hyp["lr0"], changed["lr0"], hyp["warmup_epochs"], changed["warmup_epochs"],
+    )  # fmt: skip
+    return changed
 
 
 def scaled_weight_decay(weight_decay, total_batch):

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import yaml
 
-from utils import resize_schedule
+from utils import limits, resize_schedule
 from utils.data_yaml import read_yaml
-from utils.files import atomic_write
+from utils.files import atomic_write, shown
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,8 @@ def train_parser():
     add("--batch-size", type=int, default=16, help="images per step, over all GPUs; -1: what fits")
     add("--img-size", nargs="+", type=int, default=[640, 640], help="training and validation size in pixels")
     add("--single-cls", action="store_true", help="treat all classes as one")
-    add("--freeze", nargs="+", type=int, default=[0], help="N: the first N layers; several numbers: those layers")
+    add("--freeze", nargs="+", type=layer_range, action=Flat, default=[0],
+        help="N: the first N layers; several numbers or a range such as 29-76: those layers")  # fmt: skip
     add("--resume", nargs="?", const=True, default=False, help="continue the newest run, or the given last.pt")
 
     group = parser.add_argument_group("how to train")
@@ -44,6 +45,7 @@ def train_parser():
     add("--noautoanchor", action="store_true", help="skip the anchor check")
     add("--evolve", nargs="?", type=int, const=300, default=0, help="search hyper-parameters for N (300) generations")
     add("--allow-background", action="store_true", help="train although no training image has a box")
+    add("--strict-data", action="store_true", help="stop when the scan drops an image, a row or a list entry")
 
     group = parser.add_argument_group("machine")
     add = group.add_argument
@@ -51,9 +53,11 @@ def train_parser():
     add("--workers", type=int, default=8, help="loader processes, at most")
     add("--cache-images", nargs="?", const=True, default=False, choices=["ram", "disk"],
         help="keep the resized images in RAM (default), or in one file that is mapped into memory")  # fmt: skip
+    add("--amp", choices=["fp16", "bf16", "off"], help="mixed precision; default fp16 on a GPU, off on a CPU")
     add("--sync-bn", action="store_true", help="batch statistics over all processes (with torchrun)")
     add("--local_rank", "--local-rank", type=int, default=-1, help="set by launchers")
 
+    _add_heads_flags(parser)
     _add_fast_flags(parser)
     _add_run_length_flags(parser)
 
@@ -72,6 +76,29 @@ def train_parser():
     return parser
 
 
+def layer_range(text):
+    """The numbers of a single one, or of a range such as 29-76, both ends included."""
+    first, dash, last = text.partition("-")
+    if not first.isdigit() or (dash and not (last.isdigit() and int(first) < int(last))):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a layer number nor a range such as 29-76")
+    return list(range(int(first), int(last or first) + 1))
+
+
+class Flat(argparse.Action):
+    """Stores one list of all the lists that the type makes."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, [value for part in values for value in part])
+
+
+def _add_heads_flags(parser):
+    add = parser.add_argument_group("one backbone, several heads (1B4H)").add_argument
+    add("--heads", type=int, default=0, metavar="N", help="number of detection heads; needs --head-config and a --cfg")
+    add("--head-config", default="", metavar="FILE", help="yaml that says which head learns which classes")
+    add("--transfer-weights", action="store_true", help="of --weights only backbone and neck; heads and epochs anew")
+    add("--auto-lr", action="store_true", help="lr0 by the square root of batch/64 above 64, longer warm-up from 128")
+
+
 def _add_fast_flags(parser):
     add = parser.add_argument_group("faster paths (off by default)").add_argument
     add("--fast-dataloader", action="store_true", help="shortcut for --persistent-workers --worker-tensor")
@@ -82,6 +109,11 @@ def _add_fast_flags(parser):
     add("--loader-timeout", type=int, default=300, help="seconds without a batch after which these loaders give up")
     add("--seed", type=int, default=None, help="equal batches for any workers, flags, ranks and restarts; shuffles")
     add("--fast-loss", action="store_true", help="assignment and loss for the whole batch at once; equal values")
+    add("--fast-step", action="store_true", help="a step that never waits for the GPU; channels-last, multi-tensor")
+    add("--sync-interval", type=int, default=10, metavar="N", help="steps between two loss read-backs of --fast-step")
+    add("--cuda-graph", action="store_true", help="the whole step as a CUDA graph (with --fast-loss and --fast-step)")
+    add("--fast", action="store_true", help="every faster path that this machine can run; says which")
+    add("--fast-val", action="store_true", help="validate whole batches on the device; pictures only in the end")
     add("--ota-last", type=int, default=None, metavar="N", help="OTA in the last N epochs only, the plain loss before")
 
 
@@ -119,6 +151,7 @@ def test_parser():
     add("--device", default="", help="cpu or 0")
     add("--single-cls", action="store_true", help="treat all classes as one")
     add("--augment", action="store_true", help="test-time augmentation")
+    add("--strict-data", action="store_true", help="stop when the scan drops an image, a row or a list entry")
     add("--verbose", action="store_true", help="a row for each class")
     add("--save-txt", action="store_true", help="write the detections of each image to labels/*.txt")
     add("--save-hybrid", action="store_true", help="merge the labels into the detections (implies --save-txt)")
@@ -128,6 +161,7 @@ def test_parser():
     add("--project", default="runs/test", help="folder of all tests")
     add("--name", default="exp", help="folder of this test; a number is appended if it exists")
     add("--exist-ok", action="store_true", help="write into the folder even if it exists")
+    add("--one-class-score", action="store_true", help="1B4H: heads with a single class give it the score 1")
     add("--no-trace", action="store_true", help="accepted for compatibility: nothing is traced here")
     add("--v5-metric", action="store_true", help="close the recall axis at 1.0 in AP")
     return parser
@@ -144,22 +178,17 @@ def check_train_options(opt):
     """Raise ValueError for a value that no run could use; extend --img-size to (train, validation)."""
     if not opt.cfg and not opt.weights:
         raise ValueError("give --cfg (a model yaml) or --weights (a checkpoint): there is nothing to train")
-    lower_bounds = {"epochs": 1, "batch_size": -1, "workers": 0, "test_batch_size": 1, "evolve": 0, "ota_last": 1,
-                    "micro_batch_size": 0, "prefetch_factor": 1, "loader_timeout": 1, "seed": 0, "subset_size": 0,
-                    "subset_seed": 0, "max_iter": 0, "eval_interval": 0, "patience": 0, "save_period": -1}  # fmt: skip
-    for name, low in lower_bounds.items():
-        value = getattr(opt, name)
-        if value is not None and value < low:
-            raise ValueError(f"--{name.replace('_', '-')} {value} is too small: it has to be at least {low}")
-    if opt.batch_size == 0 or (opt.batch_size == -1 and "," in opt.device):
-        raise ValueError(
-            f"--batch-size {opt.batch_size} has to be at least 1 here; -1, what fits, is for one GPU a process"
-        )
+    if opt.transfer_weights and not opt.weights:
+        raise ValueError("--transfer-weights takes backbone and neck from --weights; give a checkpoint there")
+    if opt.batch_size == 0:
+        raise ValueError("--batch-size 0 is too small: it has to be at least 1, or -1 for what fits the GPU")
+    if opt.batch_size == -1 and "," in opt.device:
+        raise ValueError("--batch-size -1, what fits, is for one GPU a process; give a number, or start with torchrun")
     _check_shorter_run(opt)
     if len(opt.img_size) > 2 or min(opt.img_size) < 1:
         raise ValueError(f"--img-size {opt.img_size} has to be one or two positive numbers: training, validation")
-    if not 0 <= opt.label_smoothing < 1:
-        raise ValueError(f"--label-smoothing {opt.label_smoothing} has to be at least 0 and below 1")
+    limits.check(vars(opt), limits.TRAIN_OPTIONS, limits.option_name)
+    _check_run_name(opt)
     opt.img_size = [opt.img_size[0], opt.img_size[-1]]
 
 
@@ -183,12 +212,14 @@ def _check_shorter_run(opt):
 
 def check_test_options(opt):
     """Raise ValueError for a value that no test could use."""
-    for name in ("img_size", "batch_size"):
-        if getattr(opt, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(opt, name)} has to be at least 1")
-    for name in ("conf_thres", "iou_thres"):
-        if not 0 <= getattr(opt, name) <= 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(opt, name)} has to lie between 0 and 1")
+    limits.check(vars(opt), limits.TEST_OPTIONS, limits.option_name)
+    _check_run_name(opt)
+
+
+def _check_run_name(opt):
+    """A name without letters would number the folder of all runs instead of one in it."""
+    if Path(opt.project, opt.name.strip()) == Path(opt.project):
+        raise ValueError(f"--name {shown(opt.name)} names no folder inside of --project; give a name, such as exp")
 
 
 def round_up(size, stride):
@@ -241,5 +272,5 @@ def _checked(value, action, path):
     """A value of an opt.yaml, after a look at its type."""
     numbers = value if isinstance(value, list) else [value]
     if action.type and value != action.default and not all(isinstance(number, (int, float)) for number in numbers):
-        raise ValueError(f"{path}: {action.dest} has to be a number, not {value!r}")
+        raise ValueError(f"{path}: {action.dest} has to be a number, not {shown(value)}")
     return value

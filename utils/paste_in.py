@@ -12,6 +12,7 @@ import numpy as np
 
 from utils.augment import MAX_OVERLAP
 from utils.boxes import bbox_ioa
+from utils.polygons import Polygons
 
 # largest side of the place, as a share of the picture, for each of the 20 attempts
 PLACE_SCALES = 2 * [0.75] + 4 * [0.5] + 4 * [0.25] + 4 * [0.125] + 6 * [0.0625]
@@ -66,18 +67,18 @@ def sample_segments(canvas, labels, segments, probability=0.5):
     `labels` [n x 5: class, x1, y1, x2, y2] and `segments` (n polygons, empty for mere boxes) in pixels of `canvas`.
     Objects without area in whole pixels are left out.
     """
-    rows = [row for row, points in enumerate(segments) if len(points)]
-    if not rows:
+    polygons = Polygons.of(segments)
+    rows = np.flatnonzero(polygons.counts)
+    if not len(rows):
         return []
     height, width = canvas.shape[:2]
+    corners = labels[rows, 1:5].astype(np.int64).clip(0, (width - 1, height - 1) * 2).tolist()
     samples = []
     for j in random.sample(range(len(rows)), k=round(probability * len(rows))):
-        row = rows[j]
-        category, *corners = labels[row].tolist()
-        limits = (width - 1, height - 1) * 2
-        x1, y1, x2, y2 = (min(max(int(value), 0), limit) for value, limit in zip(corners, limits, strict=True))
+        x1, y1, x2, y2 = corners[j]
         if x2 > x1 and y2 > y1:
-            samples.append(Sample(category, (x1, y1, x2, y2), segments[row].astype(np.int32), canvas))
+            outline = polygons[rows[j]].astype(np.int32)
+            samples.append(Sample(float(labels[rows[j], 0]), (x1, y1, x2, y2), outline, canvas))
     return samples
 
 

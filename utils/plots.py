@@ -1,7 +1,7 @@
 """Charts of a run: its course, its curves, its confusions, its labels.
 
-Everything draws through matplotlib's object interface (Figure, never pyplot): no display, no global state, safe in a
-thread. matplotlib is imported when the first chart is drawn. Nothing here touches a random generator.
+Everything draws through utils/charts.py: no display, no global state, safe in a thread. Nothing here touches a random
+generator.
 """
 
 import logging
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from utils.files import atomic_write
-from utils.image_grid import PALETTE, class_name, output_to_targets, plot_images
+from utils.charts import FAINT, INK, PALETTE, new_figure, save_figure, set_title, whole_numbers
+from utils.image_grid import class_name, output_to_targets, plot_images
 from utils.metrics import fitness
 
 __all__ = [
@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 MANY_CLASSES = 20  # above, curves of single classes are thin grey lines without a legend
 HIDDEN_CELL = 0.005  # shares below it leave a confusion cell empty
-INK, FAINT = "#303030", "#B0B0B0"
 
 # title and column in results.txt, in reading order: 2 rows of 5
 RESULT_PANELS = (
@@ -64,6 +63,8 @@ def in_background(function, *args, **kwargs):
     def guarded():
         try:
             function(*args, **kwargs)
+        except OSError as error:
+            logger.warning("a picture is missing: %s", error)
         except Exception:  # a picture that fails must not end a training run
             logger.exception("%s failed; the run goes on without this picture", getattr(function, "__name__", function))
 
@@ -77,41 +78,9 @@ def wait_for_background():
         _PENDING.pop().result()
 
 
-# ---- shared pieces -------------------------------------------------------------------------------------------------
-
-
-def _new_figure(rows=1, columns=1, size=(8, 6)):
-    """A figure of `size` inches and its axes [rows * columns, flat]; unobtrusive frames and grids."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(rows, columns, squeeze=False).ravel()
-    for ax in axes:
-        ax.spines[["top", "right"]].set_visible(False)
-        ax.grid(alpha=0.25, linewidth=0.6)
-        ax.set_axisbelow(True)
-        ax.tick_params(labelsize=8)
-    return figure, axes
-
-
-def _save(figure, path):
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as file:
-        figure.savefig(file, format=path.suffix[1:], dpi=150, bbox_inches="tight", pad_inches=0.15)
-    return path
-
-
-def _title(ax, text):
-    ax.set_title(text, fontsize=10, color=INK)
-
-
-def _whole_numbers(axis):
-    from matplotlib.ticker import MaxNLocator
-
-    axis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+def _class_label(names, index):
+    """The name of a class for a chart, where a dollar would begin a formula."""
+    return class_name(names, index).replace("$", r"\$")
 
 
 # ---- the course of a run -------------------------------------------------------------------------------------------
@@ -155,7 +124,7 @@ def compare_results(files, save_path):
         return None
 
     legend = len(files) > 1
-    figure, axes = _new_figure(2, 5, size=(16, 6.4 if legend else 6))
+    figure, axes = new_figure(2, 5, size=(16, 6.4 if legend else 6))
     for ax, (title, column) in zip(axes, RESULT_PANELS, strict=True):
         for index, (label, table) in enumerate(runs.items()):
             colour = PALETTE[index % len(PALETTE)]
@@ -167,12 +136,12 @@ def compare_results(files, save_path):
                 _mark_best(ax, table[:, 0], table[:, column], colour)
                 handles = [line for line in ax.lines if line.get_label().startswith("best")]
                 ax.legend(handles=handles, loc="lower right", frameon=False, fontsize=8)
-        _title(ax, title)
+        set_title(ax, title)
         ax.set_xlabel("epoch", fontsize=8)
-        _whole_numbers(ax.xaxis)
+        whole_numbers(ax.xaxis)
     if legend:
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4, frameon=False)
-    return _save(figure, save_path)
+    return save_figure(figure, save_path)
 
 
 def _mark_best(ax, epochs, values, colour):
@@ -195,7 +164,7 @@ def plot_curves(curves, save_dir, names=None):
         logger.warning("there is no class with labels and so no curve to draw in %s", save_dir)
         return []
     ap50 = np.asarray(curves.ap)[:, 0]
-    labels = [class_name(names, class_id) for class_id in class_ids]
+    labels = [_class_label(names, class_id) for class_id in class_ids]
     scored = [f"{label} {ap:.3f}" for label, ap in zip(labels, ap50, strict=True)]
     mean_ap = f"all classes {np.nanmean(ap50):.3f} mAP@.5"
     files = [
@@ -217,7 +186,7 @@ def plot_curves(curves, save_dir, names=None):
 
 def _draw_curve(x, rows, labels, summary, axis_labels, path):
     """One line per class [classes x points] and their mean, thick, on the unit square."""
-    figure, (ax,) = _new_figure(size=(9, 6))
+    figure, (ax,) = new_figure(size=(9, 6))
     few = len(labels) <= MANY_CLASSES
     for index, (row, label) in enumerate(zip(rows, labels, strict=True)):
         style = ("-", "--", ":")[index // len(PALETTE) % 3]
@@ -231,7 +200,7 @@ def _draw_curve(x, rows, labels, summary, axis_labels, path):
     ax.set_xlim(0, 1)
     ax.set_ylim(0, 1.02)
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def plot_confusion_matrix(matrix, names, save_dir):
@@ -245,10 +214,10 @@ def plot_confusion_matrix(matrix, names, save_dir):
     size = len(matrix)
     shares = matrix / np.maximum(matrix.sum(axis=0, keepdims=True), 1e-9)
     shares[~(shares >= HIDDEN_CELL)] = np.nan
-    labels = [class_name(names, index) for index in range(size - 1)] + ["background"]
+    labels = [_class_label(names, index) for index in range(size - 1)] + ["background"]
 
     inches = min(max(3 + 0.45 * size, 6), 16)
-    figure, (ax,) = _new_figure(size=(inches + 1, inches))
+    figure, (ax,) = new_figure(size=(inches + 1, inches))
     ax.grid(False)
     ax.spines[["top", "right"]].set_visible(True)
     few = size <= MANY_CLASSES + 10
@@ -263,7 +232,7 @@ def plot_confusion_matrix(matrix, names, save_dir):
         share = shares[row, column]
         ax.text(column, row, f"{share:.2f}", ha="center", va="center", fontsize=min(10, 150 / size),
                 color="white" if share > 0.6 else INK)  # fmt: skip
-    return _save(figure, Path(save_dir) / "confusion_matrix.png")
+    return save_figure(figure, Path(save_dir) / "confusion_matrix.png")
 
 
 # ---- the data ------------------------------------------------------------------------------------------------------
@@ -275,7 +244,7 @@ def plot_labels(labels, names, save_dir):
     if not len(labels):
         logger.warning("there are no labels to draw in %s", save_dir)
         return None
-    figure, axes = _new_figure(2, 2, size=(10, 10))
+    figure, axes = new_figure(2, 2, size=(10, 10))
     _draw_class_counts(axes[0], labels[:, 0].astype(int), names)
     _draw_box_outlines(axes[1], labels)
     for ax, columns, axis_labels, title in (
@@ -288,9 +257,9 @@ def plot_labels(labels, names, save_dir):
         ax.set_xlabel(axis_labels[0])
         ax.set_ylabel(axis_labels[1])
         ax.set_aspect("equal")
-        _title(ax, title)
+        set_title(ax, title)
     axes[2].invert_yaxis()
-    return _save(figure, Path(save_dir) / "labels.jpg")
+    return save_figure(figure, Path(save_dir) / "labels.jpg")
 
 
 def _draw_class_counts(ax, class_ids, names):
@@ -298,11 +267,11 @@ def _draw_class_counts(ax, class_ids, names):
     ax.bar(range(num_classes), np.bincount(class_ids, minlength=num_classes), color=PALETTE[0])
     few = num_classes <= 40
     if few:
-        labels = [class_name(names, index) for index in range(num_classes)]
+        labels = [_class_label(names, index) for index in range(num_classes)]
         ax.set_xticks(range(num_classes), labels, rotation=90 if num_classes > 6 else 0)
     ax.set_xlabel("" if few else "class")
     ax.grid(axis="x", visible=False)
-    _title(ax, f"{len(class_ids)} objects by class")
+    set_title(ax, f"{len(class_ids)} objects by class")
 
 
 def _draw_box_outlines(ax, labels, most=800):
@@ -318,7 +287,7 @@ def _draw_box_outlines(ax, labels, most=800):
     ax.set_ylim(-0.5, 0.5)
     ax.set_aspect("equal")
     ax.grid(False)
-    _title(ax, "boxes, moved to one centre")
+    set_title(ax, "boxes, moved to one centre")
 
 
 # ---- searches and studies ------------------------------------------------------------------------------------------
@@ -339,15 +308,15 @@ def plot_evolution(evolve_file, hyp_keys, save_dir):
     best = int(np.nanargmax(scores))
     columns = 6
     rows = -(-len(hyp_keys) // columns)
-    figure, axes = _new_figure(rows, columns, size=(2.6 * columns, 2.3 * rows))
+    figure, axes = new_figure(rows, columns, size=(2.6 * columns, 2.3 * rows))
     for ax, key, values in zip(axes, hyp_keys, table[:, 7:].T, strict=False):
         ax.scatter(values, scores, s=10, color=PALETTE[0], alpha=0.5, linewidths=0)
         ax.plot(values[best], scores[best], "+", markersize=14, markeredgewidth=2, color=PALETTE[4])
-        _title(ax, f"{key} = {values[best]:.3g}")
+        set_title(ax, f"{key} = {values[best]:.3g}")
     for ax in axes[len(hyp_keys) :]:
         ax.set_visible(False)
     figure.supylabel("fitness", fontsize=9)
-    return _save(figure, Path(save_dir) / "evolve.png")
+    return save_figure(figure, Path(save_dir) / "evolve.png")
 
 
 def plot_study(files, save_path):
@@ -355,7 +324,7 @@ def plot_study(files, save_path):
 
     Rows are 7 results, then ms for inference, NMS and both, image size twice, batch size. `files` is a list of paths.
     """
-    figure, (by_size, by_time) = _new_figure(1, 2, size=(12, 5))
+    figure, (by_size, by_time) = new_figure(1, 2, size=(12, 5))
     for index, file in enumerate(files):
         table = np.loadtxt(file, ndmin=2)
         style = {"color": PALETTE[index % len(PALETTE)], "marker": "o", "markersize": 4, "label": Path(file).stem}
@@ -365,4 +334,4 @@ def plot_study(files, save_path):
     by_time.set_xlabel("inference + NMS (ms per image)")
     by_size.set_ylabel("mAP@.5:.95 (%)")
     by_time.legend(frameon=False, fontsize=8)
-    return _save(figure, save_path)
+    return save_figure(figure, save_path)

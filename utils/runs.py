@@ -8,7 +8,7 @@ from pathlib import Path
 from utils import full_state, stopping
 from utils.checkpoint import full_state_path, read_checkpoint
 from utils.data_yaml import read_yaml
-from utils.files import check_file, increment_path, remove_leftovers
+from utils.files import check_can_be_made, check_file, increment_path, remove_leftovers
 from utils.options import (
     check_train_options,
     explicit_options,
@@ -46,6 +46,7 @@ def prepare_train_options(opt, ranks):
         opt.data, opt.hyp = (str(check_file(path)) for path in (opt.data, opt.hyp))
         opt.cfg = str(check_file(opt.cfg)) if opt.cfg else ""
         opt.save_dir = ""
+        check_can_be_made(Path(opt.project))
         if opt.evolve:  # a search wants one score a run, and no files
             opt.notest = opt.nosave = True
     if opt.evolve and ranks.is_distributed:
@@ -63,13 +64,14 @@ def prepare_train_options(opt, ranks):
 def open_run_folder(opt, ranks):
     """Choose and make the folder of a new run, in the main process; call it when all input has been found good.
 
-    A resumed run notes what has changed of its options in opt.yaml, so that a further --resume knows it.
+    Called again, it changes nothing. A resumed run notes what has changed of its options in opt.yaml, so that a further
+    --resume knows it.
     """
     if ranks.is_main and opt.resume:
         path = Path(opt.save_dir) / "opt.yaml"
         names = OF_THE_RUN | {"total_batch_size", "world_size"}
         save_options(Namespace(**read_yaml(path) | {name: getattr(opt, name) for name in sorted(names)}), path)
-    elif ranks.is_main:
+    elif ranks.is_main and not opt.save_dir:
         name = "evolve" if opt.evolve else opt.name
         opt.save_dir = str(increment_path(Path(opt.project) / name, exist_ok=opt.exist_ok or bool(opt.evolve)))
     for folder in (Path(opt.save_dir), Path(opt.save_dir) / "weights") if ranks.is_main else ():

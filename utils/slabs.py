@@ -12,6 +12,7 @@ until then (its copy to the device above all) has been done.
 """
 
 import logging
+import math
 import os
 from collections import deque
 from dataclasses import dataclass, field
@@ -20,16 +21,18 @@ from itertools import chain, repeat
 import numpy as np
 import torch
 
+from utils.finishing import RECIPE, Later, Unfinished
 from utils.loader_workers import LoaderError, Workers, shared_array
 
 logger = logging.getLogger(__name__)
 
 
 class Ring:
-    """`count` slabs with `num_bytes` for images and `batch_size` keys (epoch, position) each."""
+    """`count` slabs: `num_bytes` for images, and for each sample a recipe (see finishing) and a key (epoch, number)."""
 
     def __init__(self, count, num_bytes, batch_size):
-        self.pixels = shared_array((count, num_bytes), np.uint8)
+        self.num_bytes, self.batch_size = num_bytes, batch_size
+        self.pixels = shared_array((count, num_bytes + batch_size * RECIPE), np.uint8)
         self.keys = shared_array((count, batch_size, 2), np.int64)
         self.free, self.leaving = deque(range(count)), deque()
         self.count, self.is_locked = count, False
@@ -68,29 +71,44 @@ class Ring:
 
     def place(self, slab, position, shape):
         """Where image number `position` of a batch goes [uint8, `shape`]; all images of a batch have one shape."""
-        size = int(np.prod(shape))
+        size = math.prod(shape)
         start = position * size
-        if start + size > self.pixels.shape[1]:
+        if start + size > self.num_bytes:
             raise ValueError(f"an image of {' x '.join(map(str, shape))} is larger than those of its batch")
         return self.pixels[slab, start : start + size].reshape(shape)
 
+    def recipes(self, slab):
+        """The recipes of the samples in `slab` [batch size x RECIPE]."""
+        return self.pixels[slab, self.num_bytes :].reshape(self.batch_size, RECIPE)
+
     def images(self, slab, num_images, shape):
         """The batch in `slab` as a tensor [num_images x 3 x h x w] on the same memory."""
-        size = num_images * int(np.prod(shape))
+        size = num_images * math.prod(shape)
         return torch.from_numpy(self.pixels[slab, :size].reshape(num_images, *shape))
 
 
 class Assembly:
     """What a worker does: makes the samples of a task and writes them into its slab.
 
-    `source` is a KeyedDataset. With `collate_group` four samples become one image.
+    `source` is a KeyedDataset. With `collate_group` four samples become one image; otherwise the data set is told to
+    write its pixels where they belong, and with `finish_later` to write down its last steps instead of making them.
     """
 
-    def __init__(self, source, ring, collate_group=None):
+    def __init__(self, source, ring, collate_group=None, finish_later=False):
         self.source, self.ring, self.collate_group = source, ring, collate_group
+        self.finish = Later() if finish_later else None
+        self.current = -1, -1  # slab and position of the sample that is being made
 
     def enter(self):
         self.source.enter_worker()
+        if not self.collate_group:
+            self.source.dataset.new_image = self._place
+        if self.finish:
+            self.source.dataset.finish = self.finish
+
+    def _place(self, shape, dtype):
+        assert dtype == np.uint8, "slabs hold bytes"
+        return self.ring.place(*self.current, shape)
 
     def __call__(self, task, doing):
         """Answer to (slab, start, stop): targets [n x 6], image shape, paths and shapes of the samples."""
@@ -99,10 +117,14 @@ class Assembly:
             return self._assemble_groups(slab, start, stop, doing)
         targets, paths, shapes = [], [], []
         for position in range(start, stop):
-            doing[:] = slab, position
+            doing[:] = self.current = slab, position
+            if self.finish:
+                self.finish.begin(self.ring.recipes(slab)[position])
             image, rows, path, shape = self.source[self._key(slab, position)]
             rows[:, 0] = position
-            self.ring.place(slab, position, image.shape)[:] = image
+            place = self.ring.place(slab, position, image.shape)
+            if image.data_ptr() != place.ctypes.data:  # of a data set with memory of its own
+                place[:] = image
             targets.append(rows.numpy()), paths.append(path), shapes.append(shape)
         return np.concatenate(targets), tuple(image.shape), paths, shapes
 
@@ -144,19 +166,20 @@ class SlabLoader:
 
     `batches` is a batch sampler over keys. `endless`: the workers go on with the next epoch before it is asked for;
     otherwise each pass waits for its first batch, and `persistent` decides whether the workers stay between passes.
+    With `finish_later` the images are Unfinished, their last steps are left to the consumer.
     The images of a batch are valid until the next batch is asked for. `copy_stream`: the CUDA stream that reads them,
     if it is another one than the current stream at that moment.
     """
 
     def __init__(self, source, batches, batch_size, batch_bytes, workers, *, micro_batch=8, prefetch=2, timeout=300,
-                 collate_group=None, endless=True, persistent=True, lock_pages=False):  # fmt: skip
+                 collate_group=None, endless=True, persistent=True, lock_pages=False, finish_later=False):  # fmt: skip
         self.dataset, self.source, self.batches, self.sampler = source.dataset, source, batches, batches.sampler
         self.batch_size, self.num_workers, self.timeout = batch_size, workers, timeout
         self.group_size = 4 if collate_group else 1
         self.micro_batch = -(-micro_batch // self.group_size) * self.group_size
         self.endless, self.persistent, self.copy_stream = endless, persistent or endless, None
         self.ring = Ring(ring_length(workers, prefetch, self.micro_batch, batch_size), batch_bytes, batch_size)
-        self.assembly = Assembly(source, self.ring, collate_group)
+        self.assembly = Assembly(source, self.ring, collate_group, finish_later)
         self.keys, self.workers, self.fillings = iter(()), None, deque()
         self.by_slab, self.owner = {}, os.getpid()
         if endless:
@@ -253,6 +276,8 @@ class SlabLoader:
         num_images = max(filling.num_samples // self.group_size, 1)
         paths, shapes = (tuple(entry for part in parts for entry in part)[:num_images] for parts in (paths, shapes))
         images = self.ring.images(filling.slab, num_images, image_shapes[0])
+        if self.assembly.finish:
+            images = Unfinished(images, torch.from_numpy(self.ring.recipes(filling.slab)[:num_images]))
         return images, torch.from_numpy(np.concatenate(targets)), paths, shapes
 
 

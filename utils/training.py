@@ -38,15 +38,16 @@ class Training:
     """The state that a run changes from step to step.
 
     `hyp` gives the start of the warm-up (warmup_bias_lr, warmup_momentum) and the momentum after it; `total_batch` is
-    the number of images of one batch over all processes. On a GPU the forward pass runs in half precision where that is
-    safe, with a scaled loss.
+    the number of images of one batch over all processes. The forward pass runs in `precision` where that is safe (see
+    `precision_of`); with fp16, the default on a GPU, the loss is scaled.
     """
 
-    def __init__(self, model, hyp, total_batch, optimizer, scheduler, ema):
+    def __init__(self, model, hyp, total_batch, optimizer, scheduler, ema, precision=None):
         self.model, self.optimizer, self.scheduler, self.ema = model, optimizer, scheduler, ema
         self.hyp, self.total_batch = hyp, total_batch
         self.device_type = next(model.parameters()).device.type
-        self.scaler = torch.amp.GradScaler(self.device_type, enabled=self.device_type == "cuda")
+        self.low_precision = precision_of(precision, self.device_type)
+        self.scaler = torch.amp.GradScaler(self.device_type, enabled=self.low_precision is torch.float16)
         self.accumulate = optim.accumulation_steps(total_batch)  # batches for one optimiser step
 
     def restore(self, stored, epochs, nc, resume=False):
@@ -119,6 +120,25 @@ class Training:
         self.model.train()
         self.optimizer.zero_grad()
 
+    def step(self, iteration, epoch, batch):
+        """Train on one batch, with an optimiser step each `accumulate` iterations; returns the loss items [4]."""
+        self.warm_up(iteration, epoch)
+        items = self.forward_backward(batch)
+        if iteration % self.accumulate == 0:
+            self.update()
+        return items
+
+    def late_items(self):
+        """Loss items of this epoch that `step` has not returned: none [0 x 4]."""
+        return torch.zeros(0, 4)
+
+    def scalars(self):
+        """Numbers {tag: value} about the steps so far, for the event file: none."""
+        return {}
+
+    def finish(self):
+        """The run is over; there is nothing to tell."""
+
     def warm_up(self, iteration, epoch):
         """Within the warm-up, set the learning rates, momentum and accumulation of this iteration (over all epochs)."""
         if iteration > self.num_warmup:
@@ -133,10 +153,14 @@ class Training:
 
     def forward_backward(self, batch):
         """Add the gradients of one batch; returns the loss items [4: box, objectness, class, total]."""
-        with torch.autocast(self.device_type, enabled=self.device_type == "cuda"):
+        with self.autocast():
             loss, items = self.compute_loss(self.model(batch.images), batch.targets, batch.images)
         self.scaler.scale(loss * self.loss_factor).backward()
         return items
+
+    def autocast(self):
+        """The context in which forward pass and loss run."""
+        return torch.autocast(self.device_type, self.low_precision, enabled=self.low_precision is not None)
 
     def update(self):
         """One optimiser step on the gradients collected so far, then the moving average."""
@@ -154,6 +178,16 @@ class Training:
     def checkpoint(self, epoch, best_fitness, results_text):
         """The content of a checkpoint after `epoch`."""
         return training_checkpoint(epoch, best_fitness, results_text, self.model, self.ema, self.optimizer, self.scaler)
+
+
+def precision_of(name, device_type):
+    """The 16-bit type that --amp names (fp16, bf16, off), or None; by default float16 on a GPU and none on a CPU."""
+    if name is None:
+        name = "fp16" if device_type == "cuda" else "off"
+    if name == "fp16" and device_type == "cpu":
+        logger.warning("--amp fp16 is for GPUs; this run on a CPU trains in float32 (--amp bf16 works here, too)")
+        name = "off"
+    return {"fp16": torch.float16, "bf16": torch.bfloat16, "off": None}[name]
 
 
 def _layout(groups):

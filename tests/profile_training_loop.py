@@ -1,0 +1,344 @@
+"""Where the time of a training step goes: the flags-off path, each flag alone, and all of them, through train.train.
+
+    python tests/profile_training_loop.py --short                    # tiny, 320 px, batch 64: off, graph, all
+    python tests/profile_training_loop.py --jobs tiny384 tiny64 full64 full640
+    python tests/profile_training_loop.py --cfg cfg/training/yolov7.yaml --img 640 --batch 32 --variants="off, --fast"
+
+Every row is a process of its own that runs train.py's own code on a drawn data set of 640 x 480 JPEGs with polygons,
+kept in RAM: warm-up, then 200 steps whose rate counts, then 40 steps with the phases timed, then steps on a batch that
+lies on the device already, which is the limit without a loader; --seconds ends a stage of a slow path before that.
+
+A variant is a list of flags and environment variables (NAME=VALUE); flags that this version does not know are skipped
+with a line. What fails is said, and the rest goes on. Prints a markdown table and writes it with results.json and
+phases.png into --out.
+
+    img/s       end to end, epoch changes included, pictures, validation and checkpoints not
+    resident    the same with one batch for ever
+    gpu         utilisation in percent, as NVML or nvidia-smi tells it
+    main, workers   cores that the main process, and all its children together, use
+    the phases  ms a step; on a GPU between events of the stream, so that waiting for the host counts; `graph` is the
+                replay of a captured step, `optimiser` includes clearing the gradients, `read-back` the progress bar
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+JOBS = {  # cfg, hyp, pixels, batch
+    "tiny384": ("yolov7-tiny", "tiny", 320, 384),
+    "tiny64": ("yolov7-tiny", "tiny", 320, 64),
+    "full64": ("yolov7", "p5", 320, 64),
+    "full640": ("yolov7", "p5", 640, 32),
+}
+LOADER, STEP = "--fast-dataloader", "--fast-loss --fast-step"
+VARIANTS = ["off", LOADER, "--fast-loss", "--fast-step", "--amp bf16", "--amp off", "USE_COMPILE=1",
+            f"{LOADER} {STEP}", f"{LOADER} {STEP} --cuda-graph", "--fast", "--fast USE_COMPILE=1"]  # fmt: skip
+SHORT = ["off", f"{LOADER} {STEP}", "--fast"]
+
+
+def main():
+    options = parse()
+    if options.child:
+        Path(options.child).write_text(json.dumps(measure(options)))
+        return
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for job in options.jobs or [None]:
+            chosen = job_options(job, options)
+            data = write_data(Path(folder) / f"data{chosen['num_images']}", chosen["num_images"])
+            for variant in options.variants:
+                rows.append(run_child(job, chosen, variant, data, Path(folder), options))
+                print(in_one_line(rows[-1]), flush=True)
+                write(rows, options, out)
+    print(f"\n{heading(options)}\n\n{table(rows)}\n\nwritten: {out}/results.json, table.md, phases.png")
+
+
+# ---- one row, in a process of its own ------------------------------------------------------------------------------
+
+
+def job_options(job, options):
+    """What a job stands for, with the command line's own choices in its place if there is no job."""
+    name, hyp, pixels, batch = JOBS[job] if job else (options.cfg, options.hyp, options.img, options.batch)
+    cfg = ROOT / f"cfg/training/{name}.yaml" if job else name
+    hyp = ROOT / f"data/hyp.scratch.{hyp}.yaml" if job else hyp
+    num_images = options.images or min(max(16 * batch, 2048), 8192)
+    return {"cfg": str(cfg), "hyp": str(hyp), "img": pixels, "batch": batch, "num_images": num_images}
+
+
+def run_child(job, chosen, variant, data, folder, options):
+    """The row of one variant: what `measure` found, or the reason why it found nothing."""
+    flags, environment, unknown = split_variant(variant)
+    row = {"job": job or Path(chosen["cfg"]).stem, **chosen, "variant": variant}
+    if unknown:
+        print(f"{variant}: {', '.join(unknown)} unknown to this version, skipped", flush=True)
+        if not flags and not environment:
+            return row | {"error": "no such flag"}
+    result = folder / "result.json"
+    result.unlink(missing_ok=True)
+    line = [sys.executable, __file__, "--child", str(result), "--data", str(data), "--cfg", chosen["cfg"],
+            "--hyp", chosen["hyp"], "--img", str(chosen["img"]), "--batch", str(chosen["batch"]),
+            "--steps", str(options.steps), "--seconds", str(options.seconds), "--workers", str(options.workers),
+            "--device", options.device, "--", *flags]  # fmt: skip
+    started, log = time.perf_counter(), Path(options.out) / "last_run.log"
+    with log.open("w") as file:
+        try:
+            subprocess.run(line, env=os.environ | environment, stdout=file, stderr=subprocess.STDOUT, check=False,
+                           timeout=options.timeout)  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return row | {"error": f"not done after {options.timeout} s"}
+    row["whole_seconds"] = time.perf_counter() - started
+    if not result.exists():
+        return row | {"error": last_words(log)}
+    return row | json.loads(result.read_text())
+
+
+def split_variant(variant):
+    """(flags, environment, unknown flags) of a variant."""
+    from utils.options import train_parser
+
+    known = train_parser()._option_string_actions
+    words = [] if variant == "off" else variant.split()
+    environment = dict(word.split("=", 1) for word in words if not word.startswith("-") and "=" in word)
+    flags, unknown = [], []
+    keep = True
+    for word in words:
+        if word.startswith("-"):
+            keep = word in known
+            (flags if keep else unknown).append(word)
+        elif "=" not in word and keep:
+            flags.append(word)
+    return flags, environment, unknown
+
+
+def last_words(log):
+    lines = [line for line in log.read_text(errors="replace").replace("\r", "\n").splitlines() if line.strip()]
+    return lines[-1][-200:] if lines else "it said nothing"
+
+
+def measure(options):
+    """Train until everything is measured; returns the results of each stage, with the memory that was needed."""
+    from unittest import mock
+
+    import torch
+
+    import train
+    from tests.profiling import Done, Source, Timeline, Watched
+    from utils import cli, dist
+    from utils.data_yaml import load_data_yaml
+    from utils.hyp import load_hyp
+    from utils.options import train_parser
+    from utils.runs import open_run_folder, prepare_train_options
+
+    line = ["--data", options.data, "--cfg", options.cfg, "--hyp", options.hyp, "--img", str(options.img),
+            "--batch-size", str(options.batch), "--workers", str(options.workers), "--device", options.device,
+            "--epochs", "10000", "--noautoanchor", "--cache-images", "--notest", "--nosave",
+            "--project", str(Path(options.child).parent / "runs"), *options.flags]  # fmt: skip
+    watched, sources, ranks = [], [], dist.Ranks()
+
+    def open_watched(*args):
+        report = Watched(open_report(*args), plan, device, timeline, sources)
+        watched.append(report)
+        return report
+
+    def open_sources(*args):
+        loaders = open_loaders(*args)
+        sources.append(Source(loaders.train, device, timeline))
+        return replace(loaders, train=sources[0])
+
+    def run(opt):
+        nonlocal device, timeline
+        opt = prepare_train_options(opt, ranks)
+        device = dist.select_device(opt.device, opt.batch_size, ranks)
+        timeline = Timeline(device)
+        open_run_folder(opt, ranks)
+        hyp, data = load_hyp(opt.hyp), load_data_yaml(opt.data, opt.single_cls)
+        with (
+            mock.patch("train.open_report", open_watched), mock.patch("train.open_loaders", open_sources),
+            instruments(timeline),
+        ):  # fmt: skip
+            train.train(hyp, opt, data, device, ranks)
+
+    open_report, open_loaders, device, timeline = train.open_report, train.open_loaders, None, None
+    plan = stages(options)
+    with suppress(Done):
+        cli.run(run, train_parser().parse_args(line))
+    results = dict(watched[0].results)
+    if device.type == "cuda":
+        results["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    return results
+
+
+def stages(options):
+    """(name, steps, seconds) of what is measured; a slow path ends a stage by its seconds."""
+    fifth = options.seconds / 5
+    return [("warm-up", min(60, options.steps), fifth), ("end to end", options.steps, 2.5 * fifth),
+            ("phases", min(40, options.steps), fifth / 2), ("resident", min(60, options.steps), fifth)]  # fmt: skip
+
+
+def instruments(timeline):
+    """A context in which the pieces of a step mark their phases in `timeline`."""
+    from unittest import mock
+
+    import torch
+
+    from models.yolo import Model
+    from utils import ema
+
+    stack = ExitStack()
+    call = torch.nn.Module.__call__
+
+    def timed_call(model, *args, **kwargs):
+        return (timeline.around(call, "forward", "loss") if model.training else call)(model, *args, **kwargs)
+
+    stack.enter_context(mock.patch.object(Model, "__call__", timed_call))
+    stack.enter_context(
+        mock.patch.object(torch.Tensor, "backward", timeline.around(torch.Tensor.backward, "backward", "optimiser"))
+    )
+    stack.enter_context(mock.patch.object(ema.ModelEMA, "update", timeline.around(ema.ModelEMA.update, "EMA")))
+    if hasattr(ema, "AverageAtOnce"):
+        move = timeline.around(ema.AverageAtOnce.move, "EMA")
+        stack.enter_context(mock.patch.object(ema.AverageAtOnce, "move", move))
+    try:
+        from utils import cuda_graph
+    except ImportError:
+        return stack
+    captured = cuda_graph.Captured
+    stack.enter_context(mock.patch.object(captured, "run", timeline.around(captured.run, "graph")))
+    return stack
+
+
+def write_data(folder, num_images):
+    """A drawn data set with 8 images to validate; returns its yaml."""
+    from tools.bench_loader import write_images
+
+    path = folder / "data.yaml"
+    if not path.exists():
+        folder.mkdir(parents=True)
+        images = write_images(folder, num_images)
+        (folder / "val.txt").write_text("".join(f"{file}\n" for file in sorted(images.glob("*.jpg"))[:8]))
+        names = ", ".join(f"c{i}" for i in range(80))
+        path.write_text(f"train: {images}\nval: {folder / 'val.txt'}\nnc: 80\nnames: [{names}]\n")
+    return path
+
+
+# ---- what is shown -------------------------------------------------------------------------------------------------
+
+
+def in_one_line(row):
+    name = f"{row['job']} {row['img']} px, batch {row['batch']}, {row['variant']}"
+    if "error" in row:
+        return f"{name}: FAILED: {row['error']}"
+    return f"{name}: {row['end to end']['rate']:,.0f} img/s, resident {row['resident']['rate']:,.0f}"
+
+
+def phases_of(rows):
+    from tests.profiling import PHASES
+
+    return [name for name in PHASES if any(row["phases"]["device_ms"].get(name, 0) > 0.005 for row in rows)]
+
+
+def table(rows):
+    """Markdown; a failed row says why."""
+    done = [row for row in rows if "error" not in row]
+    phases = phases_of(done)
+    head = ["job", "variant", "img/s", "steps", "resident", "gpu %", "main", "workers", "GB", "ms/step", *phases]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for row in rows:
+        cells = [f"{row['job']}, batch {row['batch']}", f"`{row['variant']}`"]
+        if "error" in row:
+            lines.append("| " + " | ".join([*cells, row["error"].replace("|", "/")]) + " |")
+            continue
+        whole = row["end to end"]
+        gpu = "-" if whole["gpu"] is None else f"{whole['gpu']:.0f}"
+        memory = f"{row['memory_gb']:.1f}" if "memory_gb" in row else "-"
+        cells += [f"{whole['rate']:,.0f}", str(whole["steps"]), f"{row['resident']['rate']:,.0f}", gpu,
+                  f"{whole['main_cores']:.2f}", f"{whole['worker_cores']:.1f}", memory,
+                  f"{1e3 * whole['seconds'] / whole['steps']:.1f}"]  # fmt: skip
+        cells += [f"{row['phases']['device_ms'].get(name, 0):.1f}" for name in phases]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def heading(options):
+    import torch
+
+    on_gpu = torch.cuda.is_available() and options.device != "cpu"
+    machine = torch.cuda.get_device_name() if on_gpu else "CPU, wall clock"
+    return f"{machine}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}"
+
+
+def write(rows, options, out):
+    (out / "results.json").write_text(json.dumps({"machine": heading(options), "rows": rows}, indent=1))
+    (out / "table.md").write_text(f"{heading(options)}\n\n{table(rows)}\n")
+    done = [row for row in rows if "error" not in row]
+    if done:
+        plot(done, out / "phases.png", heading(options))
+
+
+def plot(rows, path, title):
+    """A bar for each row, stacked by phases, ms an image."""
+    from matplotlib.figure import Figure
+
+    phases = phases_of(rows)
+    figure = Figure(figsize=(11, 0.45 * len(rows) + 2), layout="constrained")
+    axes = figure.subplots()
+    labels = [f"{row['job']}: {row['variant']}" for row in rows]
+    left = [0.0] * len(rows)
+    for number, name in enumerate(phases):
+        widths = [row["phases"]["device_ms"].get(name, 0) / row["batch"] for row in rows]
+        axes.barh(range(len(rows)), widths, left=left, label=name, color=f"C{number}")
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    for position, row in enumerate(rows):
+        axes.text(left[position], position, f" {row['end to end']['rate']:,.0f} img/s", va="center", fontsize=8)
+    axes.set_yticks(range(len(rows)), labels, fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xlabel="ms for an image, by phase", title=title)
+    axes.legend(ncols=5, fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", nargs="+", choices=list(JOBS), help="presets; without them --cfg, --img, --batch")
+    parser.add_argument("--cfg", default=str(ROOT / "cfg/training/yolov7-tiny.yaml"))
+    parser.add_argument("--hyp", default=str(ROOT / "data/hyp.scratch.tiny.yaml"))
+    parser.add_argument("--img", type=int, default=320)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--images", type=int, default=0, help="in the drawn data set; 0: 16 batches, 2048 to 8192")
+    parser.add_argument("--variants", help="with commas: --variants='off, --fast-loss, --fast USE_COMPILE=1'")
+    parser.add_argument("--steps", type=int, default=200, help="end to end, at most")
+    parser.add_argument("--seconds", type=float, default=90, help="for the stages of a row together, at most")
+    parser.add_argument("--timeout", type=int, default=400, help="seconds after which a row is given up")
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--device", default="", help="cpu, or empty for the first GPU")
+    parser.add_argument(
+        "--short", action="store_true", help="tiny, 320 px, batch 64, three variants, about two minutes"
+    )
+    parser.add_argument("--out", default="runs/profile_training_loop")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--data", help=argparse.SUPPRESS)
+    parser.add_argument("flags", nargs="*", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.short:
+        options.jobs, options.seconds = options.jobs or ["tiny64"], min(options.seconds, 25)
+        options.timeout = min(options.timeout, 60)
+    chosen = [variant.strip() for variant in (options.variants or "").split(",") if variant.strip()]
+    options.variants = chosen or (SHORT if options.short else VARIANTS)
+    return options
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""Instruments around a real training run: where the time of a step goes, and what the machine does meanwhile."""
+
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections import defaultdict
+
+import torch
+
+from tools.bench_loader import children, cpu_seconds
+from utils.finishing import Unfinished
+
+PHASES = ("data", "copy", "forward", "loss", "backward", "optimiser", "EMA", "graph", "read-back", "other")
+
+
+class Done(Exception):
+    """Enough steps have been measured."""
+
+
+class Timeline:
+    """Cuts the time of the main process into phases: `mark(name)` ends one and begins the next.
+
+    On a GPU the cuts are events of the current stream, so a phase lasts from the end of the work that was queued before
+    it to the end of its own, and waiting for the host counts; `host` times are kept beside.
+    """
+
+    def __init__(self, device):
+        self.is_cuda, self.is_on, self.cuts = device.type == "cuda", False, []
+
+    def mark(self, name):
+        if not self.is_on or (self.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        event = None
+        if self.is_cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+        self.cuts.append((name, time.perf_counter(), event))
+
+    def around(self, function, name, then="other"):
+        """`function`, whose calls are the phase `name`; afterwards begins `then`."""
+
+        def timed(*args, **kwargs):
+            self.mark(name)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.mark(then)
+
+        return timed
+
+    def milliseconds(self, num_steps):
+        """Two dicts, phase -> ms a step: on the device (on a CPU the same as) and on the host."""
+        device, host = defaultdict(float), defaultdict(float)
+        for (name, start, event), (_, end, next_event) in zip(self.cuts, self.cuts[1:], strict=False):
+            host[name] += (end - start) * 1e3 / num_steps
+            device[name] += (event.elapsed_time(next_event) if event else (end - start) * 1e3) / num_steps
+        return dict(device), dict(host)
+
+
+class Usage:
+    """CPU time of the main process and of its children, and the load of the GPU, between `start` and `stop`."""
+
+    def __init__(self, device):
+        self.device, self.load = device, None
+
+    def start(self):
+        self.load = GpuLoad() if self.device.type == "cuda" else None
+        self.workers = children()
+        self.began, self.main, self.of_workers = time.perf_counter(), time.process_time(), cpu_seconds(self.workers)
+
+    def stop(self):
+        """Seconds, cores that the main process and all its workers used, and the share of time that the GPU worked."""
+        seconds = time.perf_counter() - self.began
+        alive = [pid for pid in self.workers if os.path.exists(f"/proc/{pid}/stat")]  # noqa: PTH110
+        return {
+            "seconds": seconds,
+            "main_cores": (time.process_time() - self.main) / seconds,
+            "worker_cores": max(cpu_seconds(alive) - self.of_workers, 0) / seconds,
+            "num_workers": len(alive),
+            "gpu": self.load.stop() if self.load else None,
+        }
+
+
+class GpuLoad:
+    """Mean utilisation of the first visible GPU in percent, sampled beside the run: by NVML, else by nvidia-smi."""
+
+    def __init__(self, interval=0.2):
+        self.samples, self.interval, self.stopped = [], interval, threading.Event()
+        index = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        self.smi, self.thread = None, None
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            handle = pynvml.nvmlDeviceGetHandleByIndex(int(index) if index.isdigit() else 0)
+            self.thread = threading.Thread(target=self._sample, args=(pynvml, handle), daemon=True)
+            self.thread.start()
+        except Exception:  # no NVML: there may still be the program
+            if shutil.which("nvidia-smi"):
+                self.smi = subprocess.Popen(
+                    ["nvidia-smi", "-i", index, "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits",
+                     "-lms", str(int(interval * 1000))],
+                    stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                )  # fmt: skip
+
+    def _sample(self, pynvml, handle):
+        while not self.stopped.wait(self.interval):
+            self.samples.append(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+
+    def stop(self):
+        self.stopped.set()
+        if self.thread:
+            self.thread.join()
+        if self.smi:
+            self.smi.terminate()
+            words = self.smi.communicate()[0].split()
+            self.samples = [int(word) for word in words if word.isdigit()][1:]  # the first looks back before the start
+        return sum(self.samples) / len(self.samples) if self.samples else None
+
+
+class Source:
+    """A loader that can be told to hand out one `resident` batch, on the device, instead of reading."""
+
+    def __init__(self, loader, device, timeline):
+        self.loader, self.device, self.timeline, self.resident = loader, device, timeline, False
+        self.last = None
+
+    def __len__(self):
+        return len(self.loader)
+
+    def __getattr__(self, name):
+        return getattr(self.loader, name)
+
+    @property
+    def copy_stream(self):
+        return self.loader.copy_stream  # AttributeError where the loader has none
+
+    @copy_stream.setter
+    def copy_stream(self, stream):
+        self.loader.copy_stream = stream
+
+    def __iter__(self):
+        if self.resident:
+            for _ in range(len(self)):
+                yield self.last
+            return
+        for images, targets, paths, shapes in self.loader:
+            if self.resident or self.last is None:
+                self.last = self._kept(images), targets.clone(), paths, shapes
+            self.timeline.mark("copy")
+            while self.resident:
+                yield self.last
+                self.timeline.mark("copy")
+            yield images, targets, paths, shapes
+
+    def _kept(self, images):
+        """A copy of `images` on the device; those that a worker has not finished are finished in each step."""
+        if isinstance(images, Unfinished):
+            return Unfinished(*(part.to(self.device, copy=True) for part in images))
+        return images.to(self.device, copy=True)
+
+
+class Watched:
+    """The report of a run, which counts its steps: warm-up, end to end, phases, then a resident batch; then Done.
+
+    A stage ends after its number of steps or its seconds, whichever comes first.
+    """
+
+    def __init__(self, report, plan, device, timeline, sources):
+        self.report, self.plan, self.device, self.timeline, self.sources = report, list(plan), device, timeline, sources
+        self.report.pictures = False  # the first batches of a run are drawn, which is not of interest
+        self.results, self.stage, self.usage = {}, None, Usage(device)
+        self.last_batch = 0
+
+    def __getattr__(self, name):
+        return getattr(self.report, name)
+
+    def epoch(self, epoch, feed, num_batches):
+        batches = iter(self.report.epoch(epoch, feed, num_batches))
+        while True:
+            self.timeline.mark("data")
+            batch = next(batches, None)
+            self.timeline.mark("other")
+            if batch is None:
+                return
+            self._count(len(batch.images))
+            yield batch
+
+    def batch(self, *args):
+        self.timeline.mark("read-back")
+        self.report.batch(*args)
+        self.timeline.mark("other")
+
+    def _count(self, num_images):
+        """A new step begins: perhaps a stage is over."""
+        if self.stage is None:
+            self._begin()
+        name, steps, seconds = self.stage
+        late = time.perf_counter() - self.usage.began > seconds and self.num_steps >= 3
+        if self.num_steps >= steps or late:
+            self._end(name)
+            if not self.plan:
+                raise Done
+            self._begin()
+        self.num_steps += 1
+        self.num_images += num_images
+
+    def _begin(self):
+        self.stage = self.plan.pop(0)
+        for source in self.sources:
+            source.resident = self.stage[0] == "resident"
+        self._wait()
+        self.num_steps = self.num_images = 0
+        self.usage.start()
+        self.timeline.is_on = self.stage[0] == "phases"
+
+    def _end(self, name):
+        self._wait()
+        usage = self.usage.stop()
+        self.results[name] = usage | {
+            "steps": self.num_steps, "images": self.num_images, "rate": self.num_images / usage["seconds"],
+        }  # fmt: skip
+        if name == "phases":
+            self.timeline.is_on = False
+            device, host = self.timeline.milliseconds(self.num_steps)
+            self.results[name] |= {"device_ms": device, "host_ms": host}
+
+    def _wait(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

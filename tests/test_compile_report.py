@@ -1,0 +1,63 @@
+"""DIAGNOSE_COMPILE=1: no model or loss breaks, the report says so, and a run with it writes nothing."""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+import train
+from models.yolo import Model
+from tests import small_run
+from utils import compile_report
+from utils.hyp import load_hyp
+from utils.options import train_parser
+
+
+@pytest.mark.parametrize(
+    ("cfg", "hyp", "losses"),
+    [("yolov7-tiny", "tiny", ["BatchedLoss", "BatchedLossOTA"]), ("yolov7", "p5", None),
+     ("yolov7-w6", "p6", ["BatchedLossAuxOTA"])],
+)  # fmt: skip
+def test_no_graph_breaks(cfg, hyp, losses, monkeypatch):
+    if losses is None:  # they are those of the tiny model
+        monkeypatch.setattr(compile_report, "losses_of", lambda model: [])
+    model = Model(f"cfg/training/{cfg}.yaml", nc=80)
+    side = 64 * (2 if cfg == "yolov7-w6" else 1)
+    lines = compile_report.explain(model, load_hyp(f"data/hyp.scratch.{hyp}.yaml"), 80, side - 1).splitlines()
+    torch.compiler.reset()
+    names = [f"model, images [2, 3, {side}, {side}]", *(losses or [])]
+    assert lines[0] == "DYNAMO EXPLANATION REPORT"
+    assert lines[3:-2] == [f"{name}: graph count 1, break count 0" for name in names]
+    assert lines[-1] == f"total: graph count {len(names)}, break count 0"
+
+
+def test_breaks_come_with_their_reason():
+    def broken(x):
+        x = x + 1
+        torch._dynamo.graph_break()
+        return x * 2
+
+    text = compile_report.report([("it", compile_report._explain(broken, (torch.zeros(2),)))])
+    assert "it: graph count 2, break count 1" in text and "total: graph count 2, break count 1" in text
+    assert "    1. " in text and "test_compile_report.py:" in text
+
+
+def test_reasons_without_a_place():
+    found = SimpleNamespace(
+        graph_count=2, graph_break_count=1, break_reasons=[SimpleNamespace(reason="so\n so", user_stack=[])]
+    )
+    assert "    1. so so\n" in compile_report.report([("it", found)])
+
+
+def test_a_run_ends_with_the_report(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("DIAGNOSE_COMPILE", "1")
+    seen = []
+    monkeypatch.setattr(train, "explain", lambda *arguments: seen.append(arguments) or "THE REPORT")
+    line = small_run.arguments(tmp_path)
+    with mock.patch("sys.argv", ["train.py", *line]):
+        train.main(train_parser().parse_args(line))
+    ((model, hyp, nc, image_size),) = seen
+    assert isinstance(model, Model) and hyp["box"] == small_run.HYP["box"] and (nc, image_size) == (2, 64)
+    assert "THE REPORT" in capsys.readouterr().out
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,139 @@
+"""The last steps of a sample: at once, and later for a whole batch, give the same bytes."""
+
+import os
+from types import SimpleNamespace
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from tests import golden_data
+from utils import finishing
+from utils.augment import Colours
+from utils.datasets import create_dataloader
+from utils.finishing import RECIPE, AtOnce, Later, Unfinished
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return golden_data.copy_dataset(tmp_path_factory.mktemp("golden"))
+
+
+def picture(height=32, width=64, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8)
+
+
+def sample(finish, img, colours, axes, now=False):
+    finish.recolour(img, colours, now)
+    for axis in axes:
+        img = finish.flip(img, axis)
+    return finish.pixels(img, np.empty)
+
+
+CASES = [(Colours(1.01, 0.5, 1.3), (), False), (Colours(0.99, 1.7, 0.6), (0,), False), (Colours(1, 1, 1), (1,), False),
+         (Colours(1.02, 1.2, 1.4), (0, 1), True), (Colours(1.0, 0.3, 0.7), (0, 1), False)]  # fmt: skip
+
+
+def both_ways(shape=(32, 64)):
+    """Images [5 x 3 x h x w] finished at once, and the same as an Unfinished batch."""
+    wanted = [sample(AtOnce(), picture(*shape, k), *case) for k, case in enumerate(CASES)]
+    later, recipes = Later(), np.full((len(CASES), RECIPE), 77, np.uint8)
+    pixels = []
+    for k, case in enumerate(CASES):
+        later.begin(recipes[k])
+        pixels.append(sample(later, picture(*shape, k), *case))
+    return torch.from_numpy(np.stack(wanted)), Unfinished(*map(torch.from_numpy, (np.stack(pixels), recipes)))
+
+
+def test_a_batch_finished_later_on_the_host():
+    wanted, batch = both_ways()
+    assert len(batch) == len(CASES) and batch.finished().equal(wanted)
+    room = torch.empty_like(batch.pixels)
+    assert batch.finished(room).equal(wanted) and room[0, ..., 1].equal(wanted[0, 1])
+
+
+def test_at_once_by_hand():
+    img = np.array([[[10, 20, 30], [0, 0, 0]]], np.uint8)  # blue, green, red; black
+    planes = sample(AtOnce(), img, Colours(1, 1, 1), (1,))
+    assert planes[:, 0, 0].tolist() == [0, 0, 0]
+    assert np.abs(planes[:, 0, 1].astype(int) - [30, 20, 10]).max() <= 1  # the way to HSV and back loses something
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(32, 64), (320, 320), (7, 96)])
+def test_a_batch_finished_on_the_gpu(shape):
+    wanted, batch = both_ways(shape)
+    found = Unfinished(*(part.cuda() for part in batch)).finished()
+    assert found.is_contiguous(memory_format=torch.channels_last) and found.cpu().equal(wanted)
+
+
+@pytest.mark.gpu
+def test_every_colour_on_the_gpu():
+    blue, green, red = np.meshgrid(*[np.arange(256, dtype=np.uint8)] * 3, indexing="ij")
+    img = np.stack((blue, green, red), -1).reshape(4096, 4096, 3)
+    later, recipe = Later(), np.zeros((1, RECIPE), np.uint8)
+    colours = Colours(1.013, 1.4, 0.7)
+    later.begin(recipe[0])
+    pixels = torch.from_numpy(sample(later, img, colours, (1,)))[None].cuda()
+    found = Unfinished(pixels, torch.from_numpy(recipe).cuda()).finished()[0].cpu().numpy()
+    assert np.array_equal(found, sample(AtOnce(), img, colours, (1,)))
+
+
+def test_divisions_lead_to_opencvs_hsv():
+    rng = np.random.default_rng(0)
+    img = rng.integers(0, 256, (200, 320, 3)).astype(np.uint8)
+    img[:50] //= 64  # dark and grey ones, where the hue is undefined
+    blue, green, red = cv2.split(img.astype(np.int32))
+    value = img.max(-1).astype(np.int32)
+    spread = value - img.min(-1)
+    table = finishing.divisions()
+    hue = np.where(
+        value == red, green - blue, np.where(value == green, blue - red + 2 * spread, red - green + 4 * spread)
+    )
+    hue = (hue * table[1][spread] + 2048) >> 12
+    found = cv2.merge([hue + 180 * (hue < 0), (spread * table[0][value] + 2048) >> 12, value])
+    assert np.array_equal(found, cv2.cvtColor(img, cv2.COLOR_BGR2HSV))
+
+
+def test_whole_vectors_agree_with_the_table():
+    assert finishing.agrees_with_table(320) and finishing.agrees_with_table(64)
+
+
+def test_disagreement_is_noticed(monkeypatch):
+    table = finishing.colours_of_hsv().copy()
+    table[::100] += 1
+    monkeypatch.setattr(finishing, "colours_of_hsv", lambda: table)
+    assert not finishing.agrees_with_table(320)
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.5, 1.0])
+def test_loader_that_finishes_later(probability, folder, monkeypatch):
+    """Every augmentation, with objects pasted in for some, all or none of the samples."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    hyp = golden_data.ALL_AUGMENTATIONS | {"paste_in": probability}
+
+    def batches(**flags):
+        loader, _ = create_dataloader(str(folder / "all.txt"), 64, 5, 32, SimpleNamespace(single_cls=False), hyp=hyp,
+                                      augment=True, workers=2, seed=3, **flags)  # fmt: skip
+        for images, targets, paths, _ in loader:
+            yield (
+                (images.finished() if isinstance(images, Unfinished) else images).clone(),
+                targets,
+                paths,
+                type(images),
+            )
+
+    wanted, found = list(batches()), list(batches(worker_tensor=True, finish_later=True))
+    assert {kind for *_, kind in found} == {Unfinished} and len(found) == 3
+    for (images, targets, paths, _), (others, rows, names, _) in zip(wanted, found, strict=True):
+        assert images.equal(others) and targets.equal(rows) and paths == names
+
+
+def test_validation_and_groups_are_finished_at_once(folder, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    for options in ({"augment": False}, {"augment": True, "quad": True}, {"augment": True, "rect": True}):
+        loader, _ = create_dataloader(str(folder / "all.txt"), 64, 4, 32, SimpleNamespace(single_cls=False),
+                                      hyp=golden_data.ALL_AUGMENTATIONS, workers=2, worker_tensor=True,
+                                      finish_later=True, **options)  # fmt: skip
+        assert isinstance(next(iter(loader))[0], torch.Tensor)

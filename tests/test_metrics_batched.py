@@ -1,0 +1,102 @@
+"""Matching and curves on tensors against the reference in NumPy: equal to the last bit."""
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+
+from utils import metrics, metrics_batched
+
+
+def boxes(n, rng):
+    corner = rng.uniform(0, 60, (n, 2))
+    return np.concatenate((corner, corner + rng.uniform(5, 40, (n, 2))), 1)
+
+
+def image(num_detections, num_labels, rng, num_classes=2):
+    """Detections [k x 6] best first, many near a label, and labels [m x 5]."""
+    labels = np.concatenate((rng.integers(0, num_classes, (num_labels, 1)), boxes(num_labels, rng)), 1)
+    found = boxes(num_detections, rng)
+    classes = rng.integers(0, num_classes, num_detections)
+    if num_labels:
+        near = rng.integers(0, num_labels, num_detections)
+        is_near = rng.random(num_detections) < 0.7
+        found[is_near] = labels[near[is_near], 1:] + rng.normal(0, 2, (is_near.sum(), 4))
+        classes[is_near] = labels[near[is_near], 0]
+    conf = -np.sort(-rng.random(num_detections))
+    rows = np.concatenate((found, conf[:, None], classes[:, None]), 1)
+    return torch.tensor(rows, dtype=torch.float32), torch.tensor(labels, dtype=torch.float32)
+
+
+def padded(tensors, length, width):
+    out = torch.zeros(len(tensors), length, width)
+    for row, tensor in zip(out, tensors, strict=True):
+        row[: len(tensor)] = tensor
+    return out
+
+
+def test_match_equals_the_reference():
+    rng = np.random.default_rng(0)
+    images = [image(k, m, rng) for k, m in ((40, 6), (0, 3), (12, 0), (25, 9), (0, 0), (60, 1))]
+    detections, labels = zip(*images, strict=True)
+    counts = torch.tensor([len(rows) for rows in detections])
+    valid = torch.arange(60) < counts[:, None]
+    correct = metrics_batched.match(
+        padded(detections, 60, 6), valid, padded(labels, 9, 5), torch.tensor([len(rows) for rows in labels])
+    )
+    assert correct.shape == (6, 60, 10)
+    for row, (found, true) in zip(correct.numpy(), images, strict=True):
+        expected = metrics.match_predictions(found, true)
+        assert np.array_equal(row[: len(found)], expected) and not row[len(found) :].any()
+    assert correct.any(2).sum() >= 10
+
+
+def test_match_by_hand():
+    """Two detections of one label: the more confident one gets it, though the other overlaps more."""
+    rows = torch.tensor([[[0.0, 0, 10, 6, 0.9, 1], [0, 0, 10, 10, 0.8, 1], [0, 0, 10, 10, 0.7, 0]]])
+    label = torch.tensor([[[1.0, 0, 0, 10, 10]]])
+    correct = metrics_batched.match(rows, torch.ones(1, 3, dtype=torch.bool), label, torch.tensor([1]))
+    assert correct[0].sum(1).tolist() == [2, 0, 0]  # IoU 0.6: above 0.5 and 0.55
+    nothing = metrics_batched.match(rows, torch.ones(1, 3, dtype=torch.bool), label[:, :0], torch.tensor([0]))
+    assert nothing.shape == (1, 3, 10) and not nothing.any()
+
+
+def assert_equal_curves(*arguments):
+    tp, conf, pred_cls, target_cls, v5_metric = arguments
+    expected = metrics.precision_recall_curves(*arguments)
+    found = metrics_batched.precision_recall(
+        *map(torch.from_numpy, (tp, conf, pred_cls)), target_cls, v5_metric=v5_metric
+    )
+    for field in fields(expected):
+        assert np.array_equal(getattr(found, field.name), getattr(expected, field.name)), field.name
+    return expected
+
+
+@pytest.mark.parametrize("v5_metric", [False, True])
+@pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
+def test_curves_equal_the_reference(ties, v5_metric):
+    rng = np.random.default_rng(1)
+    conf = rng.random(2000).astype(np.float32)
+    conf = conf.astype(np.float16).astype(np.float32) if ties else conf
+    pred_cls = rng.integers(0, 6, 2000).astype(np.float32)
+    tp = (rng.random((2000, 1)) < conf[:, None]) & (np.arange(10) < rng.integers(0, 11, (2000, 1)))
+    target_cls = rng.choice([0, 1, 2, 4, 9], 300).astype(np.float32)  # 9 is never predicted, 3 and 5 never true
+    curves = assert_equal_curves(tp, conf, pred_cls, target_cls, v5_metric)
+    assert 0.1 < curves.ap[0, 0] < 1 and not curves.ap[-1].any()
+
+
+@pytest.mark.parametrize(("num_predictions", "num_labels"), [(0, 3), (3, 0), (0, 0), (1, 1)])
+def test_curves_of_nearly_nothing(num_predictions, num_labels):
+    ones = np.ones(num_predictions, np.float32)
+    assert_equal_curves(ones[:, None].repeat(10, 1) > 0, ones, ones, np.ones(num_labels, np.float32), False)
+
+
+def test_interpolation_is_that_of_numpy():
+    rng = np.random.default_rng(2)
+    xp = np.sort(rng.integers(0, 20, (3, 30)), 1) / 4.0  # with equal abscissae
+    fp, x = rng.random((3, 30)), np.concatenate((rng.uniform(-1, 6, (3, 50)), xp[:, ::3]), 1)
+    left = np.array([[7.0], [8.0], [9.0]])
+    found = metrics_batched.interpolate(*map(torch.from_numpy, (x, xp, fp, left))).numpy()
+    for row in range(3):
+        assert np.array_equal(found[row], np.interp(x[row], xp[row], fp[row], left=left[row, 0]))

@@ -1,0 +1,136 @@
+"""CPU, GPU and memory of a run: hand-made samples, real processes, a made-up NVML."""
+
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from utils import utilisation
+from utils.utilisation import Sample, Usage, Utilisation, summarise
+
+
+def sample(time, main=0.0, workers=None, gpu=None, gpu_memory=None, memory=None):
+    return Sample(time, main, workers or {}, gpu, gpu_memory, memory)
+
+
+def test_usage_by_hand():
+    usage = summarise(
+        [
+            sample(10.0, 1.0, {1: 4.0, 2: 0.0, 3: 7.0}, 0.5, 2.0, 1.0),
+            sample(12.0, 1.5, {1: 5.0, 2: 1.0, 3: 7.0}, 1.0, 3.0, 4.0),
+            sample(14.0, 2.0, {2: 1.0, 3: 7.0, 4: 3.0}, 0.9, 1.0, 2.0),
+        ]
+    )
+    # 1 ended after one more second of work, 2 did one, 3 nothing, 4 began in between and did three: 5 / 3 workers / 4 s
+    assert usage == Usage(4.0, 0.25, pytest.approx(5 / 12), 3, pytest.approx(0.8), 3.0, 4.0)
+
+
+@pytest.mark.parametrize("samples", [[], [sample(1.0)]])
+def test_nothing_is_known_of_fewer_than_two_samples(samples):
+    assert summarise(samples) == Usage()
+
+
+def test_what_was_not_measured_is_none():
+    usage = summarise([sample(0.0, None), sample(1.0, 0.5)])
+    assert usage == Usage(seconds=1.0)
+
+
+def test_usage_of_a_part():
+    watched = Utilisation()
+    watched.samples = [sample(0.0, 0.0), sample(1.0, 0.9), sample(2.0, 1.0), sample(4.0, 1.4)]
+    assert watched.usage(1.0, 4.0).main_cpu == pytest.approx(0.5 / 3)
+    assert watched.usage(end=1.0).main_cpu == pytest.approx(0.9)
+    watched.forget()
+    assert [s.time for s in watched.samples] == [4.0]
+
+
+def test_main_and_workers_of_another_process():
+    """A process that sleeps has a child that computes; the child is the worker, Python's tracker is none."""
+    busy = "import time; end = time.time() + 20\nwhile time.time() < end: pass"
+    code = f"import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', {busy!r}]); p.wait()"
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        try:
+            deadline = time.monotonic() + 10
+            while not psutil.Process(process.pid).children() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            with Utilisation(process.pid, interval=0.1, memory=True) as watched:
+                time.sleep(0.8)
+            usage = watched.usage()
+        finally:
+            for child in psutil.Process(process.pid).children():
+                child.kill()
+            process.kill()
+    assert usage.num_workers == 1 and usage.worker_cpu > 0.1
+    assert usage.main_cpu < usage.worker_cpu
+    assert 0.001 < usage.memory < 1
+    assert len(watched.samples) > 3
+
+
+def test_a_process_that_has_ended_is_no_error():
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        watched = Utilisation(process.pid)
+    watched.sample()
+    watched.sample()
+    assert watched.usage().main_cpu is None
+
+
+class FakeNvml:
+    """Two cards; the second is busier."""
+
+    NVMLError = type("NVMLError", (Exception,), {})
+
+    def __init__(self, broken=False):
+        self.broken = broken
+
+    def nvmlInit(self):
+        if self.broken:
+            raise self.NVMLError("no driver")
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, name):
+        return {"GPU-abc": 1}[name]
+
+    def nvmlDeviceGetUtilizationRates(self, handle):
+        return SimpleNamespace(gpu=50 + 40 * handle)
+
+    def nvmlDeviceGetMemoryInfo(self, handle):
+        return SimpleNamespace(used=(1 + handle) * 10**9)
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [(None, (0.5, 1.0)), ("1,0", (0.9, 2.0)), ("GPU-abc", (0.9, 2.0)), ("", None), ("-1", None)],
+)
+def test_the_first_visible_card_is_watched(monkeypatch, visible, expected):
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    read = utilisation.open_gpu()
+    assert (read and read()) == expected
+
+
+@pytest.mark.parametrize("module", [None, FakeNvml(broken=True)])
+def test_no_gpu_or_no_library_means_not_measured(monkeypatch, module):
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    assert utilisation.open_gpu() is None
+
+
+@pytest.mark.gpu
+def test_a_busy_gpu():
+    import torch
+
+    pytest.importorskip("pynvml")
+    matrix = torch.rand(8192, 8192, device="cuda")
+    with Utilisation(interval=0.1) as watched:
+        end = time.monotonic() + 2
+        while time.monotonic() < end:
+            matrix @ matrix
+            torch.cuda.synchronize()
+    assert watched.usage().gpu > 0.5

@@ -1,0 +1,291 @@
+"""Two settings of the same training side by side: how fast, how busy, how good.
+
+    python tools/ab_compare.py --args "--data data/coco320.yaml --cfg cfg/training/yolov7-tiny.yaml --img 320" \\
+        --a "" --b "--fast" --repeats 3
+
+Runs alternate (A B, B A, A B, ...). Both runs of a pair have the same --seed, so they see the same batches; each pair
+has another one, which shows how far mAP differs by chance. Variables may stand in front of the flags:
+--b "USE_COMPILE=1 --fast". report.md, ab.png and ab.json in --out hold medians over the epochs (without the first) with
+the lowest and highest run, the mAP of each pair, and a verdict on each target: met, missed, undecided, or not measured
+on this machine.
+"""
+
+import argparse
+import json
+import logging
+import re
+import shlex
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from utils import observe
+from utils.charts import PALETTE, new_figure, save_figure, set_title, whole_numbers
+from utils.files import atomic_write
+from utils.observe import LOSS, MAP50
+
+logger = logging.getLogger("ab_compare")
+
+FASTER, MAP_POINTS, GPU_BUSY, MAIN_BUSY = 4.0, 0.01, 0.80, 0.40  # the targets, in words:
+TARGETS = (
+    "training more than 4x faster",
+    "mAP@.5 within 1 % (0.01)",
+    "GPU utilisation above 80 %",
+    "main process below 40 % of a core",
+)
+NOT_HERE = "not measured on this machine"
+
+# name in the report: (key, how a run is measured, format)
+MEASURES = {
+    "img/s, training part": ("images_per_second", lambda run: run.typical("speed/images_per_second"), "{:,.1f}"),
+    "epoch, s": ("epoch_seconds", lambda run: run.typical("seconds"), "{:.2f}"),
+    "of it training, s": ("training_seconds", lambda run: run.typical("speed/training_seconds"), "{:.2f}"),
+    "whole process, s": ("process_seconds", lambda run: run.seconds, "{:.1f}"),
+    "GPU utilisation": ("gpu", lambda run: run.typical("speed/gpu_utilisation"), "{:.0%}"),
+    "main process, share of a core": ("main_cpu", lambda run: run.typical("speed/main_cpu"), "{:.0%}"),
+    "each worker, share of a core": ("worker_cpu", lambda run: run.typical("speed/worker_cpu"), "{:.0%}"),
+    "peak memory of the processes, GB": ("memory", lambda run: run.usage.memory, "{:.2f}"),
+    "peak memory of the GPU, GB": ("gpu_memory", lambda run: run.peak("memory_gb") or None, "{:.2f}"),
+    "mAP@.5, last epoch": ("map50", lambda run: run.last(MAP50), "{:.4f}"),
+    "mAP@.5:.95, last epoch": ("map", lambda run: run.last("metrics/mAP_0.5:0.95"), "{:.4f}"),
+    "training loss, last epoch": ("loss", lambda run: run.last(LOSS), "{:.4f}"),
+}
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two: its flags (words of train.py) and environment variables."""
+
+    name: str
+    flags: list
+    environment: dict
+
+    @classmethod
+    def parse(cls, name, text):
+        words, environment = shlex.split(text), {}
+        while words and re.fullmatch(r"[A-Z_][A-Z0-9_]*=.*", words[0]):
+            key, _, environment[key] = words.pop(0).partition("=")
+        return cls(name, words, environment)
+
+    def in_words(self):
+        words = [*(f"{key}={value}" for key, value in self.environment.items()), *self.flags]
+        return " ".join(words) or "no flag"
+
+
+# ---- running ---------------------------------------------------------------------------------------------------------
+
+
+def compare(base, a, b, out, repeats=3, seed=0, timeout=None):
+    """Run both Sides `repeats` times with the common arguments `base` (words); returns {name of the side: [Run]}.
+
+    Pair k has --seed `seed` + k; None leaves --seed away. Raises ValueError when a run fails: then nothing compares.
+    """
+    for side in (a, b):
+        observe.check_arguments([*base, *side.flags], f"side {side.name}")
+    runs = {a.name: [], b.name: []}
+    for k in range(repeats):
+        for side in (a, b) if k % 2 == 0 else (b, a):
+            arguments = [*base, *side.flags, *([] if seed is None else ["--seed", str(seed + k)])]
+            logger.info("pair %d of %d, %s: %s", k + 1, repeats, side.name, side.in_words())
+            run = observe.run_training(arguments, Path(out) / f"{side.name}{k + 1}", None, timeout, side.environment)
+            if not run.completed or not run.rows:
+                raise ValueError(
+                    f"{side.name} ({side.in_words()}) failed: {run.message}; see {run.folder / observe.LOG}"
+                )
+            runs[side.name].append(run)
+            logger.info("    %.1f s, %s img/s, mAP@.5 %.4f", run.seconds,
+                        show(run.typical("speed/images_per_second"), "{:,.1f}"), run.last(MAP50))  # fmt: skip
+    return runs
+
+
+def measure(runs):
+    """{key: [value of each run]} of the runs of one side; a value is None where it was not measured."""
+    return {key: [take(run) for run in runs] for key, take, _ in MEASURES.values()}
+
+
+# ---- judging ---------------------------------------------------------------------------------------------------------
+
+
+def verdicts(a, b):
+    """[(target, verdict, what was found)] from the measures of both sides."""
+    on_gpu = middle(b["gpu_memory"]) is not None
+    return [
+        _speed(middle(a["images_per_second"]), middle(b["images_per_second"]), on_gpu),
+        _quality(a["map50"], b["map50"]),
+        _share(TARGETS[2], middle(b["gpu"]), GPU_BUSY, on_gpu, above=True),
+        _share(TARGETS[3], middle(b["main_cpu"]), MAIN_BUSY, on_gpu, above=False),
+    ]
+
+
+def _speed(rate_a, rate_b, on_gpu):
+    target = TARGETS[0]
+    if not rate_a or not rate_b:
+        return target, NOT_HERE, "no rate: is tensorboard installed?"
+    factor = rate_b / rate_a
+    if not on_gpu:
+        return target, NOT_HERE, f"no GPU; on this CPU B trains {factor:.2f}x as fast"
+    return target, "met" if factor > FASTER else "missed", f"{factor:.2f}x"
+
+
+def _quality(maps_a, maps_b):
+    """mAP@.5 within one point, by the mean difference of the pairs; undecided while chance could explain the answer."""
+    target = TARGETS[1]
+    differences = [score_b - score_a for score_a, score_b in zip(maps_a, maps_b, strict=True)]
+    mean, spread = statistics.mean(differences), scatter(differences)
+    found = f"B - A = {mean:+.4f}"
+    found += f", standard deviation of the pairs {spread:.4f}" if spread is not None else ", one pair: spread unknown"
+    if max(maps_a) < MAP_POINTS:
+        return target, "undecided", found + "; A itself has learned nothing yet: more epochs"
+    if spread is None:
+        return target, "undecided" if mean else "met", found
+    error = spread / len(differences) ** 0.5  # of the mean
+    if abs(mean) <= MAP_POINTS:
+        return target, "met" if error <= MAP_POINTS else "undecided", found
+    return target, "missed" if abs(mean) - MAP_POINTS > error else "undecided", found
+
+
+def _share(target, value, limit, on_gpu, above):
+    if value is None:
+        return target, NOT_HERE, "no GPU" if not on_gpu else "install nvidia-ml-py"
+    if not on_gpu:
+        return target, NOT_HERE, f"no GPU: the main process computes the model itself ({value:.0%})"
+    is_met = value > limit if above else value < limit
+    return target, "met" if is_met else "missed", f"{value:.0%}"
+
+
+def middle(values):
+    """Median of what was measured; None when nothing was."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def scatter(values):
+    """Standard deviation; None for a single value."""
+    return statistics.stdev(values) if len(values) > 1 else None
+
+
+# ---- telling ---------------------------------------------------------------------------------------------------------
+
+
+def show(value, form):
+    return "not measured" if value is None else form.format(value)
+
+
+def cell(values, form):
+    """Median, with the lowest and highest run when there are several."""
+    known = [value for value in values if value is not None]
+    text = show(middle(values), form)
+    return text if len(known) < 2 else f"{text} ({form.format(min(known))} to {form.format(max(known))})"
+
+
+def table(a, b):
+    """Markdown: a row for each measure, both sides and their ratio."""
+    lines = ["| measure | A | B | B / A |", "|---|---|---|---|"]
+    for label, (key, _, form) in MEASURES.items():
+        ratio = middle(b[key]) / middle(a[key]) if middle(a[key]) and middle(b[key]) is not None else None
+        lines.append(f"| {label} | {cell(a[key], form)} | {cell(b[key], form)} | {show(ratio, '{:.2f}')} |")
+    return "\n".join(lines)
+
+
+def report_text(title, a, b, judged, facts):
+    lines = [f"# {title}", "", *(f"- {name}: {value}" for name, value in facts.items()), ""]
+    lines += [
+        "Medians over the epochs without the first; of several runs the median (lowest to highest).",
+        "",
+        table(a, b),
+    ]
+    lines += ["", "## Verdict", "", *(f"- {target}: **{verdict}** ({found})" for target, verdict, found in judged), ""]
+    lines += ["## mAP@.5 of each pair", "", "| pair | A | B | B - A |", "|---|---|---|---|"]
+    for k, (score_a, score_b) in enumerate(zip(a["map50"], b["map50"], strict=True)):
+        lines.append(f"| {k + 1} | {score_a:.4f} | {score_b:.4f} | {score_b - score_a:+.4f} |")
+    return "\n".join([*lines, "", "![curves](ab.png)", ""])
+
+
+def plot(runs, path):
+    """Curves of every run, A blue and B orange, and the measures of speed as bars with their spread."""
+    figure, axes = new_figure(2, 4, size=(16, 6.6))
+    curves = {"training loss": LOSS, "box loss, val": "val/box_loss", "mAP@.5": MAP50,
+              "mAP@.5:.95": "metrics/mAP_0.5:0.95"}  # fmt: skip
+    for ax, (title, column) in zip(axes, curves.items(), strict=False):
+        for colour, (name, side) in zip(PALETTE, runs.items(), strict=False):
+            for k, run in enumerate(side):
+                points = [(row["epoch"], row[column]) for row in run.rows if column in row]
+                ax.plot(*zip(*points, strict=True), color=colour, linewidth=1.3, alpha=0.8, marker="o", markersize=3,
+                        label=None if k else name)  # fmt: skip
+        set_title(ax, title)
+        ax.set_xlabel("epoch", fontsize=8)
+        whole_numbers(ax.xaxis)
+    axes[0].legend(frameon=False)
+    for ax, label in zip(axes[4:], ("img/s, training part", "epoch, s", "GPU utilisation",
+                                    "main process, share of a core"), strict=True):  # fmt: skip
+        _bars(ax, label, {name: [MEASURES[label][1](run) for run in side] for name, side in runs.items()})
+    return save_figure(figure, path)
+
+
+def _bars(ax, label, sides):
+    set_title(ax, label)
+    for colour, (name, values) in zip(PALETTE, sides.items(), strict=False):
+        known = [value for value in values if value is not None]
+        if known:
+            centre = middle(known)
+            ax.bar(name, centre, color=colour, yerr=[[centre - min(known)], [max(known) - centre]], capsize=4)
+        else:
+            ax.bar(name, 0)
+            ax.text(name, 0, "not measured", ha="center", va="bottom", fontsize=8)
+
+
+def write(out, runs, a, b, base):
+    """report.md, ab.png and ab.json in `out`; returns the verdicts."""
+    measured = {name: measure(side) for name, side in runs.items()}
+    judged = verdicts(measured["A"], measured["B"])
+    facts = observe.machine() | {"common arguments": f"`{shlex.join(base)}`", "A": f"`{a.in_words()}`",
+                                 "B": f"`{b.in_words()}`", "pairs": str(len(runs["A"]))}  # fmt: skip
+    out = Path(out)
+    plot(runs, out / "ab.png")
+    with atomic_write(out / "ab.json", "w") as file:
+        json.dump({"facts": facts, "measures": measured, "verdicts": judged}, file, indent=1)
+    with atomic_write(out / "report.md", "w") as file:
+        file.write(report_text("A/B comparison", measured["A"], measured["B"], judged, facts))
+    return judged
+
+
+def parse(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--args", required=True, help="command line of train.py that both sides share")
+    add("--a", default="", help="flags (and variables) of side A")
+    add("--b", required=True, help="flags (and variables) of side B")
+    add("--repeats", type=int, default=3, help="pairs of runs")
+    add("--seed", type=int, default=0, help="--seed of the first pair")
+    add("--no-seed", action="store_true", help="do not pass --seed: stock's order of batches")
+    add("--timeout", type=float, help="seconds after which a run counts as hung")
+    add("--out", default="runs/ab_compare", help="folder of the report and the runs")
+    return parser.parse_args(arguments)
+
+
+def main():
+    logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
+    observe.exit_on_sigterm()
+    options = parse()
+    base, a, b = shlex.split(options.args), Side.parse("A", options.a), Side.parse("B", options.b)
+    try:
+        if options.repeats < 1:
+            raise ValueError(f"--repeats {options.repeats} has to be at least 1")
+        seed = None if options.no_seed else options.seed
+        runs = compare(base, a, b, options.out, options.repeats, seed, options.timeout)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
+    judged = write(options.out, runs, a, b, base)
+    print("\n" + table(measure(runs["A"]), measure(runs["B"])) + "\n")
+    for target, verdict, found in judged:
+        print(f"{target}: {verdict} ({found})")
+    print(f"\nwritten: {options.out}/report.md, ab.png, ab.json")
+
+
+if __name__ == "__main__":
+    main()

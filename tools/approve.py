@@ -1,0 +1,176 @@
+"""The staged approval: six stages, each a set of checks that write a report for a person to judge.
+
+    python tools/approve.py status
+    python tools/approve.py run 1 [--data data/coco320.yaml --img 320 --batch-size 64 --workers 8 --subset 512]
+    python tools/approve.py approve 1 --by NAME [--note "why"]
+
+A stage does not run before the one in front of it is approved. Without --data the stages train on a small embedded set,
+in minutes on two CPU cores. approvals.json keeps who approved what, when, at which commit, and the content of the files
+that the stage is about: when one of them changes, the approval no longer holds. Reports lie in runs/approval/stage_N:
+report.md (what ran, passed or failed, timings, CPU and GPU use), report.json, report.png.
+"""
+
+import argparse
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.approval_setup import Setup
+from utils import observe
+from utils.approvals import STAGES, Approvals, fingerprint
+from utils.charts import PALETTE, new_figure, save_figure, set_title, whole_numbers
+from utils.files import PROJECT_ROOT, atomic_write
+
+COLOURS = {"passed": PALETTE[2], "failed": PALETTE[4], "not measured": PALETTE[7]}
+
+
+def run_stage(number, setup, approvals):
+    """Make every check of a stage and write its report; returns whether the stage passed."""
+    approvals.check_may_run(number)
+    from tools.approval_checks import CHECKS
+
+    stage = STAGES[number]
+    setup.prepare()
+    print(f"stage {number}: {stage.title}", flush=True)
+    started = time.monotonic()
+    for name, check in CHECKS[number].items():
+        setup.check(name, check)
+    content = {
+        "stage": number, "title": stage.title, "passed": setup.passed(), "date": time.strftime("%Y-%m-%d %H:%M"),
+        "seconds": time.monotonic() - started, "machine": observe.machine(), "arguments": setup.in_words(),
+        **setup.as_dict(), "files": fingerprint(stage),
+    }  # fmt: skip
+    plot(setup, approvals.folder(number) / "report.png")
+    with atomic_write(approvals.folder(number) / "report.json", "w") as file:
+        json.dump(content, file, indent=1)
+    with atomic_write(approvals.folder(number) / "report.md", "w") as file:
+        file.write(report_text(content))
+    return content["passed"]
+
+
+def report_text(content):
+    """report.md from the content of report.json."""
+    verdict = "passed" if content["passed"] else "failed"
+    lines = [f"# Stage {content['stage']}, {content['title']}: {verdict}", ""]
+    lines += [f"- {name}: {value}" for name, value in content["machine"].items()]
+    lines += [f"- runs: `{content['arguments']}`", f"- time: {content['seconds']:.0f} s", ""]
+    lines += ["| check | result | what was found | s |", "|---|---|---|---|"]
+    for finding in content["findings"]:
+        detail = finding["detail"].replace("|", "/").replace("\n", " ")
+        lines.append(f"| {finding['name']} | **{finding['status']}** | {detail} | {finding['seconds']:.1f} |")
+    columns = list(dict.fromkeys(name for row in content["measured"].values() for name in row))
+    if columns:
+        lines += ["", "| measured | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+        for label, row in content["measured"].items():
+            cells = ["" if row.get(name) is None else f"{row[name]:.3g}" for name in columns]
+            lines.append(f"| {label} | " + " | ".join(cells) + " |")
+        if not any(row.get("GPU") is not None for row in content["measured"].values()):
+            lines += ["", "GPU utilisation: not measured on this machine."]
+    files = ", ".join(content["files"]) or "none yet"
+    return "\n".join([*lines, "", "![report](report.png)", "", f"An approval is about: {files}", ""])
+
+
+def plot(setup, path):
+    """Time of each check, what was measured, and the training losses, side by side."""
+    columns = list(dict.fromkeys(name for row in setup.measured.values() for name in row if row[name] is not None))
+    panels = 1 + len(columns) + bool(setup.curves)
+    height = max(3, 0.3 * max(len(setup.findings), len(setup.measured)) + 1)
+    figure, axes = new_figure(-(-panels // 3), min(panels, 3), size=(18, height * -(-panels // 3)))
+    for index, finding in enumerate(setup.findings):
+        axes[0].barh(index, finding.seconds, color=COLOURS[finding.status])
+    _label(axes[0], "seconds (green: passed, red: failed, grey: not measured)", [f.name for f in setup.findings])
+    for ax, column in zip(axes[1:], columns, strict=False):
+        rows = {label: row[column] for label, row in setup.measured.items() if row.get(column) is not None}
+        ax.barh(range(len(rows)), list(rows.values()), color=PALETTE[0])
+        _label(ax, column, list(rows))
+    for ax in axes[1 + len(columns) :]:
+        ax.set_visible(False)
+    if setup.curves:
+        _draw_curves(axes[1 + len(columns)], setup.curves)
+    return save_figure(figure, path)
+
+
+def _label(ax, title, names):
+    set_title(ax, title)
+    ax.set_yticks(range(len(names)), names)
+    ax.invert_yaxis()
+
+
+def _draw_curves(ax, curves):
+    ax.set_visible(True)
+    for index, (label, rows) in enumerate(curves.items()):
+        ax.plot([row["epoch"] for row in rows], [row[observe.LOSS] for row in rows], marker="o", markersize=3,
+                color=PALETTE[index % len(PALETTE)], label=label)  # fmt: skip
+    set_title(ax, "training loss")
+    ax.set_xlabel("epoch", fontsize=8)
+    whole_numbers(ax.xaxis)
+    if len(curves) <= 10:
+        ax.legend(frameon=False, fontsize=7)
+
+
+def parse(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--approvals", default=str(PROJECT_ROOT / "approvals.json"), help="file of the approvals")
+    parser.add_argument("--out", default="runs/approval", help="folder of reports and runs")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("status", help="where every stage stands")
+    run = commands.add_parser("run", help="make the checks of a stage")
+    run.add_argument("stage", type=int, choices=STAGES)
+    run.add_argument("--data", default="", help="data yaml; default: embedded shapes")
+    run.add_argument("--cfg", default=Setup.cfg)
+    run.add_argument("--hyp", default="", help="default: the tiny hyper-parameters, with OTA")
+    run.add_argument("--img", type=int, default=Setup.img)
+    run.add_argument("--batch-size", type=int, default=Setup.batch)
+    run.add_argument("--workers", type=int, default=Setup.workers)
+    run.add_argument("--device", default="", help="as in train.py")
+    run.add_argument("--subset", type=int, help="training images of the short runs, where train.py has --subset-size")
+    run.add_argument("--epochs", type=int, default=Setup.epochs, help="of the performance run in stage 6")
+    run.add_argument("--repeats", type=int, default=Setup.repeats, help="pairs of the performance run in stage 6")
+    run.add_argument("--all-combinations", action="store_true", help="stage 6: USE_COMPILE with every combination")
+    approve = commands.add_parser("approve", help="approve a stage that has been run")
+    approve.add_argument("stage", type=int, choices=STAGES)
+    approve.add_argument("--by", required=True, metavar="NAME")
+    approve.add_argument("--note", default="")
+    approve.add_argument("--despite-failures", action="store_true", help="needs a --note that says why")
+    return parser.parse_args(arguments)
+
+
+def perform(options):
+    """Do what the command line asks; returns the exit status."""
+    out = Path(options.out)
+    approvals = Approvals(options.approvals, out)
+    if options.command == "status":
+        for number, stage in STAGES.items():
+            print(f"{number}  {stage.title:<22}  {approvals.in_words(number)}")
+        return 0
+    number = options.stage
+    if options.command == "approve":
+        approvals.approve(number, options.by, observe.current_commit(), options.note, options.despite_failures)
+        print(f"stage {number}: {approvals.in_words(number)}")
+        return 0
+    setup = Setup(
+        approvals.folder(number), options.data, options.cfg, options.hyp, options.img, options.batch_size,
+        options.workers, options.device, options.subset, options.repeats, options.epochs, options.all_combinations,
+    )  # fmt: skip
+    passed = run_stage(number, setup, approvals)
+    print(f"stage {number}: {approvals.in_words(number)}\nreport: {approvals.folder(number) / 'report.md'}")
+    return 0 if passed else 1
+
+
+def main():
+    logging.basicConfig(stream=sys.stdout, level=logging.ERROR, format="    %(message)s")
+    observe.exit_on_sigterm()
+    try:
+        sys.exit(perform(parse()))
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
+
+
+if __name__ == "__main__":
+    main()

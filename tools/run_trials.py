@@ -1,0 +1,128 @@
+"""The same training with other settings, one after another, each a real run in its own process.
+
+    python tools/run_trials.py --base-args "--data data/coco320.yaml --cfg cfg/training/yolov7-tiny.yaml --img 320" \
+        --trials-file trials.json --output-dir runs/trials --budget-epochs 5 --early-stop-threshold 0.1
+
+trials.json is a list of overrides: [{"hyp.lr0": 0.005}, {"batch_size": 32, "adam": true}]. Instead of it, Optuna draws
+them from a space: --sampler tpe --num-trials 20 --space space.yaml, with lines such as
+
+    hyp.lr0: {low: 0.001, high: 0.1, log: true}
+    hyp.mosaic: {low: 0.0, high: 1.0}
+    batch_size: {choices: [16, 32, 64]}
+
+trials_<timestamp>.csv has a row for each trial that has ended: completed, eliminated (after an epoch its mAP@.5 was
+more than the threshold below the best trial's at the same epoch) or failed (the others go on). The same command
+continues where an interruption stopped it. At the end: a ranking, and a picture beside the table.
+"""
+
+import argparse
+import logging
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from utils import observe, tpe, trials
+from utils.trials import Budget, Elimination, TrialTable
+
+logger = logging.getLogger("run_trials")
+
+
+def parse(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--base-args", required=True, help="command line of train.py that all trials share")
+    add("--trials-file", help="JSON list of overrides")
+    add("--output-dir", default="runs/trials")
+    add("--budget-epochs", type=int, help="epochs of each trial")
+    add("--budget-subset", type=int, help="training images of each trial (--subset-size)")
+    add("--budget-size", type=int, help="image size of each trial, pixels")
+    add(
+        "--early-stop-threshold",
+        type=float,
+        help="mAP@.5 below the best trial at which one is eliminated; default: never",
+    )
+    add("--early-stop-grace", type=int, default=1, help="epochs that eliminate nobody")
+    add("--sampler", choices=("file", "tpe"), default="file", help="tpe: Optuna draws the trials from --space")
+    add("--num-trials", type=int, default=20, help="with --sampler tpe")
+    add("--space", help="yaml of the space to search, with --sampler tpe")
+    add("--sampler-seed", type=int, default=0)
+    add("--retry-failed", action="store_true", help="a restart repeats the trials that failed")
+    add("--fresh", action="store_true", help="begin a new table instead of continuing")
+    return parser.parse_args(arguments)
+
+
+def run(options):
+    """Run every trial that has not ended yet; returns the TrialTable."""
+    base = shlex.split(options.base_args)
+    observe.check_arguments(base, "--base-args")
+    budget = Budget(options.budget_epochs, options.budget_subset, options.budget_size)
+    budget.overrides()  # before anything is made
+    if options.sampler == "file":
+        if not options.trials_file:
+            raise ValueError("give --trials-file, or --sampler tpe with --space")
+        source = FromFile(trials.read_trials(options.trials_file))
+    else:
+        if not options.space:
+            raise ValueError("--sampler tpe needs --space, a yaml file with the ranges to search")
+        source = tpe.Tpe(trials.read_space(options.space), options.num_trials, options.sampler_seed)
+    shared = {"base_args": base, "budget": asdict(budget), "sampler": options.sampler}
+    table = TrialTable.open(options.output_dir, shared, options.fresh)
+    if options.retry_failed:
+        table.trials = {key: trial for key, trial in table.trials.items() if trial.status != "failed"}
+    for trial_id in range(len(source)):
+        params = source.begin(trial_id, table)
+        if params is None:
+            continue
+        logger.info("trial %d of %d: %s", trial_id, len(source), params or "no overrides")
+        curves = [other.curve for other in table.trials.values()]
+        far_behind = Elimination(options.early_stop_threshold, curves, options.early_stop_grace)
+        trial = trials.run_trial(table, trial_id, params, base, budget, [far_behind, source.is_hopeless])
+        source.end(trial)
+        score = "no result" if trial.final_map is None else f"mAP@.5 {trial.final_map:.4f}"
+        logger.info("trial %d %s: %s, %.0f s %s", trial_id, trial.status, score, trial.seconds, trial.message)
+    return table
+
+
+class FromFile:
+    """The trials of a list, in its order."""
+
+    def __init__(self, overrides):
+        self.overrides = overrides
+
+    def __len__(self):
+        return len(self.overrides)
+
+    def begin(self, trial_id, table):
+        """The overrides of the next trial; None when it has ended already."""
+        return None if table.knows(trial_id, self.overrides[trial_id]) else self.overrides[trial_id]
+
+    def is_hopeless(self, rows):
+        return None
+
+    def end(self, trial):
+        pass
+
+
+def main():
+    logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
+    observe.exit_on_sigterm()
+    options = parse()
+    try:
+        table = run(options)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted; the same command continues where it stopped")
+    ranking = table.ranking()
+    text = trials.ranking_text(ranking)
+    print(f"\n{text}\n")
+    picture = trials.plot_trials(ranking, table.path.with_suffix(".png"))
+    print(f"written: {table.path}, {picture}; runs in {table.folder}")
+    sys.exit(0 if any(trial.status == "completed" for trial in ranking) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""The last steps of a training sample: colours, flips, and pixels into the order that a network reads.
+
+    AtOnce  in the worker that made the sample, as stock YOLOv7 does it
+    Later   on the GPU, for a whole batch: the worker writes the picture as it is and a recipe of what is left to do
+
+Both give the same bytes, for rows of a length that `agrees_with_table`. The way to HSV is integer arithmetic; the way
+back is looked up in a table that OpenCV itself has filled. The picture of a sample that gets objects pasted in needs
+its colours before that, so it has them at once.
+"""
+
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import cv2
+import numpy as np
+import torch
+
+from utils.augment import apply_tables
+
+HUES = 180
+TABLES = 3 * 256  # bytes of the tables in a recipe
+RECOLOURED, UPSIDE_DOWN, MIRRORED = range(TABLES, TABLES + 3)  # places of the yes-or-no bytes
+RECIPE = TABLES + 4  # bytes
+
+
+class AtOnce:
+    """Every step where it stands."""
+
+    def recolour(self, img, colours, now):
+        """Give `img` [h x w x 3: BGR] other colours, in place."""
+        colours.apply(img)
+
+    def flip(self, img, axis):
+        """`img` upside down (axis 0) or mirrored (axis 1)."""
+        return cv2.flip(img, axis)
+
+    def pixels(self, img, new_image):
+        """What the sample hands over: RGB planes [3 x h x w] in an array that `new_image` makes."""
+        planes = new_image((3, *img.shape[:2]), np.uint8)
+        cv2.split(img, planes[::-1])
+        return planes
+
+
+class Later:
+    """Writes the steps down in `recipe` [RECIPE bytes], which has to be set for each sample."""
+
+    recipe = None
+
+    def begin(self, recipe):
+        self.recipe = recipe
+        recipe[TABLES:] = 0
+
+    def recolour(self, img, colours, now):
+        if now:
+            colours.apply(img)
+        else:
+            self.recipe[:TABLES] = colours.tables().ravel()
+            self.recipe[RECOLOURED] = 1
+
+    def flip(self, img, axis):
+        self.recipe[MIRRORED if axis else UPSIDE_DOWN] = 1
+        return img
+
+    def pixels(self, img, new_image):
+        """The picture [h x w x 3: BGR] itself."""
+        picture = new_image(img.shape, np.uint8)
+        picture[:] = img
+        return picture
+
+
+class Unfinished(NamedTuple):
+    """A batch of pictures with what is left to do: pixels uint8 [b x h x w x 3: BGR], recipes uint8 [b x RECIPE]."""
+
+    pixels: torch.Tensor
+    recipes: torch.Tensor
+
+    def __len__(self):
+        return len(self.pixels)
+
+    def finished(self, out=None):
+        """The images [b x 3 x h x w: RGB] in channels-last order, on the device where the pixels are.
+
+        `out` [b x h x w x 3] takes their bytes. On a GPU the work is queued on the current stream.
+        """
+        out = torch.empty_like(self.pixels) if out is None else out
+        if self.pixels.is_cuda:
+            from utils.finishing_kernel import finish
+
+            finish(self.pixels, self.recipes, conversion_tables(self.pixels.device), out)
+        else:
+            for picture, recipe, place in zip(self.pixels.numpy(), self.recipes.numpy(), out.numpy(), strict=True):
+                _finish(picture, recipe, place)
+        return out.permute(0, 3, 1, 2)
+
+
+def _finish(picture, recipe, place):
+    """One picture, on the host."""
+    img = picture.copy()
+    if recipe[RECOLOURED]:
+        apply_tables(img, recipe[:TABLES].reshape(3, 256))
+    for is_wanted, axis in ((recipe[UPSIDE_DOWN], 0), (recipe[MIRRORED], 1)):
+        if is_wanted:
+            img = cv2.flip(img, axis)
+    cv2.cvtColor(img, cv2.COLOR_BGR2RGB, dst=place)
+
+
+def has_triton(device):
+    """Whether `device` is a GPU and Triton, which makes our kernels, is there."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
+def agrees_with_table(width):
+    """Whether OpenCV converts rows of `width` pixels as the table does.
+
+    It takes several pixels at a time, and rounds differently where a few are left at the end of a row.
+    """
+    hsv = np.random.default_rng(0).integers(0, 256, (64, width, 3)).astype(np.uint8)
+    hsv[..., 0] %= HUES
+    red, green, blue = cv2.split(cv2.cvtColor(hsv, cv2.COLOR_HSV2RGB).astype(np.int32))
+    hue, saturation, value = cv2.split(hsv.astype(np.int32))
+    return np.array_equal(colours_of_hsv()[hue << 16 | saturation << 8 | value], red | green << 8 | blue << 16)
+
+
+class ConversionTables(NamedTuple):
+    """What the GPU looks up, int32: the divisions of the way to HSV [2 x 256], and RGB of every HSV [HUES * 65536]."""
+
+    divisions: torch.Tensor
+    colours: torch.Tensor
+
+
+@lru_cache(maxsize=2)
+def conversion_tables(device):
+    """The ConversionTables on `device`; 47 MB."""
+    return ConversionTables(*(torch.from_numpy(table).to(device) for table in (divisions(), colours_of_hsv())))
+
+
+def divisions():
+    """OpenCV's fixed-point divisions (12 bits): saturation per difference at each maximum, hue per difference."""
+    numbers = np.arange(1, 256)
+    table = np.zeros((2, 256), np.int32)
+    table[:, 1:] = np.rint((255 << 12) / numbers), np.rint((HUES << 12) / (6.0 * numbers))
+    return table
+
+
+@lru_cache(maxsize=1)
+def colours_of_hsv():
+    """red + 256 * green + 65536 * blue of every (hue, saturation, value) in a row, as OpenCV converts them."""
+    hue, saturation, value = np.meshgrid(*(np.arange(n, dtype=np.uint8) for n in (HUES, 256, 256)), indexing="ij")
+    hsv = np.stack((hue, saturation, value), -1).reshape(HUES * 256, 256, 3)
+    rgb = cv2.cvtColor(hsv, cv2.COLOR_HSV2RGB).astype(np.int32)
+    return (rgb[..., 0] | rgb[..., 1] << 8 | rgb[..., 2] << 16).ravel()

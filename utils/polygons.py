@@ -1,0 +1,112 @@
+"""Many polygons in one array, and the boxes round what an output picture shows of them.
+
+Stock walks 1000 points along each outline and takes the extremes of those inside the picture. Along an edge x and y
+only rise or only fall, so the first and the last point on it tell as much as all between them, unless the border of
+the picture cuts the edge; only there all of them are looked at. The boxes are the same.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+
+NUM_STEPS = 1000  # points along an outline, both ends included; the last is the first again
+MAX_VERTICES = NUM_STEPS // 2  # with fewer, each edge has a point of the outline
+
+
+class Polygons(Sequence):
+    """A sequence of polygons [m x 2]: `counts` [n] vertices each of `points` [k x 2], one after the other.
+
+    A mere box has a place with no vertices.
+    """
+
+    __slots__ = ("counts", "points")
+
+    def __init__(self, points, counts):
+        self.points, self.counts = points, counts
+
+    @classmethod
+    def of(cls, polygons):
+        """`polygons`, a list of arrays [m x 2], in one; what is Polygons already stays as it is."""
+        if isinstance(polygons, cls):
+            return polygons
+        points = np.concatenate(polygons) if len(polygons) else np.zeros((0, 2), np.float32)
+        return cls(points, np.fromiter(map(len, polygons), np.int64, len(polygons)))
+
+    def __len__(self):
+        return len(self.counts)
+
+    def __getitem__(self, index):
+        start = int(self.counts[:index].sum())
+        return self.points[start : start + int(self.counts[index])]
+
+    def __iter__(self):
+        ends = np.cumsum(self.counts).tolist()
+        return (self.points[start:end] for start, end in zip([0, *ends], ends))  # noqa: B905 - one start too many
+
+    def chosen(self, mask):
+        """Those where `mask` [n] is true."""
+        return Polygons(self.points[np.repeat(mask, self.counts)], self.counts[mask])
+
+    def starts(self):
+        """Where each begins in `points` [n]."""
+        return np.cumsum(self.counts) - self.counts
+
+
+@cache
+def ends_on_edges(num_vertices):
+    """Where the first and the last point of the outline on each edge lie, 0 to 1 of its length [2 x num_vertices].
+
+    The last of all points is left out, being the first again.
+    """
+    steps = np.linspace(0, num_vertices, NUM_STEPS)[:-1]
+    edges = np.arange(num_vertices)
+    begins = steps.searchsorted(edges)
+    ends = np.append(begins[1:], len(steps))
+    return np.stack((steps[begins], steps[ends - 1])) - edges
+
+
+def outline_boxes(polygons, move, width, height):
+    """Boxes round the points of each outline that `move` takes into a `width` x `height` picture [4 x n, xyxy].
+
+    `move` maps points [k x 2] and is affine. No polygon is empty or has more than MAX_VERTICES. An outline that is not
+    seen has an infinite box. Internally, x and y come first: [2 x k].
+    """
+    starts, corner = polygons.starts(), polygons.points.T.astype(np.float64, order="C")
+    side = np.empty_like(corner)
+    np.subtract(corner[:, 1:], corner[:, :-1], out=side[:, :-1])
+    last = starts + polygons.counts - 1
+    side[:, last] = corner[:, starts] - corner[:, last]
+
+    along = np.concatenate([ends_on_edges(count) for count in polygons.counts.tolist()], axis=1)
+    first, second = (move((side * part + corner).T).T for part in along)
+    low, high = np.minimum(first, second), np.maximum(first, second)
+    limit = np.array([[width], [height]], np.float64)
+    in_full = (low >= 0) & (high <= limit)
+    if not in_full.all():
+        hidden = ~(in_full[0] & in_full[1])
+        cut = np.flatnonzero(hidden & ((high >= 0) & (low <= limit)).all(0))
+        low[:, hidden], high[:, hidden] = np.inf, -np.inf
+        if len(cut):
+            low[:, cut], high[:, cut] = _extremes_of_cut(cut, polygons.counts, starts, corner, side, along, move, limit)
+    return np.concatenate((np.minimum.reduceat(low, starts, axis=1), np.maximum.reduceat(high, starts, axis=1)))
+
+
+def _extremes_of_cut(edges, counts, starts, corner, side, along, move, limit):
+    """Lowest and highest [2 x e each] of the points inside on `edges` [e], which the border of the picture cuts."""
+    polygon = starts.searchsorted(edges, side="right") - 1
+    step = counts[polygon] / (NUM_STEPS - 1)
+    place = edges - starts[polygon]
+    first, last = np.rint((place + along[:, edges]) / step).astype(np.int64)
+    num_points = last - first + 1
+    begins = np.cumsum(num_points) - num_points
+    of_edge = np.repeat(np.arange(len(edges)), num_points)
+    number = np.arange(len(of_edge)) + (first - begins)[of_edge]
+    part = number * step[of_edge] - place[of_edge]
+    chosen = edges[of_edge]
+    points = move((side[:, chosen] * part + corner[:, chosen]).T).T
+    inside = ((points >= 0) & (points <= limit)).all(0)
+    return (
+        np.minimum.reduceat(np.where(inside, points, np.inf), begins, axis=1),
+        np.maximum.reduceat(np.where(inside, points, -np.inf), begins, axis=1),
+    )
