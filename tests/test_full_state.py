@@ -71,6 +71,7 @@ def resumed(last, *flags):
         (("--resize-schedule", "0:64,1:96,2:32"), SHORT_WARMUP),
         (("--overfit", "--subset-size", "4"), {}),
         (("--ota-last", "2", "--fast-loss", "--subset-size", "4"), {}),
+        (("--fast", "--seed", "5", "--workers", "2"), SHORT_WARMUP),
     ],
     ids=lambda value: " ".join(value) or "stock" if isinstance(value, tuple) else "",
 )
