@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train  # noqa: E402  (needs the path above)
 from tests import small_run  # noqa: E402
 from utils import cli, full_state, plots  # noqa: E402
-from utils.checkpoint import read_checkpoint  # noqa: E402
+from utils.checkpoint import Checkpoints, read_checkpoint  # noqa: E402
 
 MOMENTS = ("time",) * 4 + ("file",) * 2 + ("checkpoint",) * 3 + ("validation",) * 2 + ("results", "last steps")
 HYP = {"warmup_min_iters": 5, "warmup_epochs": 1.0}
@@ -96,7 +96,7 @@ def aim(moment, number, rng, epochs):
         timer = threading.Timer(rng.uniform(0, 0.05), die, [number])
         before_call(train, "evaluate", call, timer.start)
     elif moment == "results":
-        before_call(train.Checkpoints, "after_epoch", call, lambda: die(number))
+        before_call(Checkpoints, "after_epoch", call, lambda: die(number))
     elif moment == "last steps":
         before_call(train, "rebuild", rng.randint(1, 2), lambda: die(number))
 
@@ -267,9 +267,10 @@ def main(arguments=None):
             wrong = one_run(folder, line, folder / "runs" / "reference", seconds, kills, rng, rows)
             print(f"run {number}: {'; '.join(wrong) or 'bit-equal, all files readable, no temporary file'}", flush=True)
             failed += bool(wrong)
-            (folder / "runs" / "run").rename(folder / "runs" / f"done{number}")
-        if failed:
-            print((folder / "log.txt").read_text()[-3000:])
+            if wrong:
+                print((folder / "log.txt").read_text(errors="replace")[-3000:], flush=True)
+            if (folder / "runs" / "run").exists():
+                (folder / "runs" / "run").rename(folder / "runs" / f"done{number}")
     print(f"\n{len(rows)} kills in {number} runs, {failed} of them wrong")
     return int(failed > 0)
 
