@@ -20,6 +20,7 @@ CALL = re.compile(r"(?:torch\.)?nn\.(\w+)\((.*)\)")
 WORD = re.compile(r"[A-Za-z_]\w*")
 MAX_ENTRIES = 100_000  # a few lines with aliases can stand for more entries than fit into memory
 MAX_CHANNELS = 100_000  # classes or channels; more are a slip of the finger that would fill the memory
+MAX_REPEATS = 1000  # of a layer
 MAX_ANCHORS = 100  # for a level
 MAX_SHOWN = 300  # characters of a value in a message
 REQUIRED_KEYS = ("nc", "depth_multiple", "width_multiple", "anchors", "backbone", "head")

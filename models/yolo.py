@@ -23,7 +23,17 @@ from models.common import (
     RepConv,
     Shortcut,
 )
-from models.config import MAX_CHANNELS, check_row, describe, is_count, level_anchors, read_cfg, resolve_argument, short
+from models.config import (
+    MAX_CHANNELS,
+    MAX_REPEATS,
+    check_row,
+    describe,
+    is_count,
+    level_anchors,
+    read_cfg,
+    resolve_argument,
+    short,
+)
 from models.detection import DetectionLayer, cell_grid  # noqa: F401  (cell_grid: for those who know it from here)
 from models.multihead import MultiHeadDetect, heads_arguments
 from models.multihead_attention import MultiHeadDetectAttention
@@ -255,7 +265,7 @@ def _checked(layer, x):
     """Run a layer; what does not fit becomes a ValueError that names the row."""
     try:
         return layer(x)
-    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
         shapes = [list(t.shape) for t in (x if isinstance(x, list) else [x])]
         raise ValueError(f"row {layer.i} ({layer.type}) cannot process input of shape {shapes}: {error}") from error
 
@@ -340,6 +350,8 @@ def _build_layer(kind, number, args, inputs, cfg, head_config=None):
     """The layer of a row, built for the widths `inputs`, and its own width."""
     args = [resolve_argument(arg, {"nc": cfg["nc"], "anchors": cfg["anchors"]}) for arg in args]
     repeats = max(round(number * cfg["depth_multiple"]), 1) if number > 1 else number
+    if repeats > MAX_REPEATS:
+        raise ValueError(f"more than {MAX_REPEATS} repetitions")
     width = _output_width(kind, args, inputs, cfg["width_multiple"])
     if kind in SIZED_LAYERS:
         args = [inputs[0], width, *args[1:]]

@@ -174,6 +174,21 @@ def test_yaml_that_breaks_its_reader(tmp_path, text, message):
         read_cfg(write(tmp_path, text))
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [("nc", 10**6, "nc must be the number of classes, not 1000000"), ("anchors", 10**30, "anchors must be"),
+     ("backbone", [[-1, 1, "Conv", [10**6, 3, 2]]], "row 0 .* more than 100000 output channels"),
+     ("backbone", [[-1, 10**6, "Conv", [8, 3, 2]]], "row 0 .* more than 1000 repetitions"),
+     ("depth_multiple", float("inf"), "depth_multiple must be|infinity|repetitions")],
+)  # fmt: skip
+def test_numbers_that_would_fill_the_memory(key, value, message):
+    cfg = {**stock(), key: value}
+    if key == "depth_multiple":
+        cfg["backbone"] = [[-1, 2, "Conv", [8, 3, 2]]]
+    with pytest.raises(ValueError, match=message):
+        Model(cfg)
+
+
 def test_long_values_are_cut_in_messages():
     with pytest.raises(ValueError) as caught:
         Model({**stock(), "nc": "x" * 10_000})
