@@ -33,9 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train  # noqa: E402  (needs the path above)
 from tests import small_run  # noqa: E402
 from utils import cli, full_state, plots  # noqa: E402
-from utils.checkpoint import read_checkpoint  # noqa: E402
+from utils.checkpoint import Checkpoints, read_checkpoint  # noqa: E402
 
-MOMENTS = ("time",) * 4 + ("file",) * 4 + ("validation",) * 2 + ("results", "last steps")
+MOMENTS = ("time",) * 4 + ("file",) * 2 + ("checkpoint",) * 3 + ("validation",) * 2 + ("results", "last steps")
 HYP = {"warmup_min_iters": 5, "warmup_epochs": 1.0}
 LIMIT = 300  # seconds that a single start may take
 
@@ -88,26 +88,28 @@ def before_call(owner, name, call, action):
 
 def aim(moment, number, rng, epochs):
     """Change a function of the program so that one of its calls kills the process."""
-    call = rng.randint(1, max(epochs // 3, 1))
-    if moment == "file":
-        tear_a_file(rng.randint(1, 5 * call), int(10 ** rng.uniform(0, 6)), number)
+    call = rng.randint(1, max(epochs - 3, 1))
+    if moment in ("file", "checkpoint"):
+        num_bytes = int(10 ** rng.uniform(0, 6))  # a checkpoint has some 500,000
+        tear_a_file(".pt." if moment == "checkpoint" else ".", rng.randint(1, 2 * epochs), num_bytes, number)
     elif moment == "validation":
         timer = threading.Timer(rng.uniform(0, 0.05), die, [number])
         before_call(train, "evaluate", call, timer.start)
     elif moment == "results":
-        before_call(train.Checkpoints, "after_epoch", call, lambda: die(number))
+        before_call(Checkpoints, "after_epoch", call, lambda: die(number))
     elif moment == "last steps":
         before_call(train, "rebuild", rng.randint(1, 2), lambda: die(number))
 
 
-def tear_a_file(count, num_bytes, number):
-    """Kill the process in the temporary file that is opened as number `count`, after `num_bytes`."""
+def tear_a_file(name, count, num_bytes, number):
+    """Kill the process in the temporary file with `name` in its name that is opened as number `count`."""
     original, opened = Path.open, []
 
     def open_counted(path, *args, **options):
         file = original(path, *args, **options)
-        opened.extend([path] if path.suffix == ".tmp" else [])
-        return TornFile(file, num_bytes, number) if path.suffix == ".tmp" and len(opened) == count else file
+        is_counted = path.suffix == ".tmp" and name in path.name
+        opened.extend([path] if is_counted else [])
+        return TornFile(file, num_bytes, number) if is_counted and len(opened) == count else file
 
     Path.open = open_counted
 
@@ -214,14 +216,14 @@ def _equal(a, b):
 
 def one_run(folder, line, reference, seconds, kills, rng, rows):
     """Train with up to `kills` kills until the run is done; returns what is wrong with it. `seconds` of a whole run."""
-    run, epochs = folder / "runs" / "run", int(line[line.index("--epochs") + 1])
+    run, epochs = folder / "runs" / "run", train.train_parser().parse_args(line).epochs
     wrong, num_killed = [], 0
     while True:
         last = run / "weights" / "last.pt"
         command = ["--resume", str(last), "--device", "cpu"] if last.exists() else [*line, "--exist-ok"]
         moment = rng.choice(MOMENTS) if num_killed < kills else None
         number = rng.choice((signal.SIGKILL, signal.SIGTERM))
-        ended_by, status = start(command, folder / "log.txt", moment, number, rng, epochs, rng.uniform(0, seconds / 2))
+        ended_by, status = start(command, folder / "log.txt", moment, number, rng, epochs, rng.uniform(0, seconds))
         if ended_by:
             num_killed += 1
             lines, saved = epochs_in(run)
@@ -265,9 +267,10 @@ def main(arguments=None):
             wrong = one_run(folder, line, folder / "runs" / "reference", seconds, kills, rng, rows)
             print(f"run {number}: {'; '.join(wrong) or 'bit-equal, all files readable, no temporary file'}", flush=True)
             failed += bool(wrong)
-            (folder / "runs" / "run").rename(folder / "runs" / f"done{number}")
-        if failed:
-            print((folder / "log.txt").read_text()[-3000:])
+            if wrong:
+                print((folder / "log.txt").read_text(errors="replace")[-3000:], flush=True)
+            if (folder / "runs" / "run").exists():
+                (folder / "runs" / "run").rename(folder / "runs" / f"done{number}")
     print(f"\n{len(rows)} kills in {number} runs, {failed} of them wrong")
     return int(failed > 0)
 

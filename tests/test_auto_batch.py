@@ -58,17 +58,25 @@ def test_the_largest_images_are_tried():
     assert auto_batch.largest_side(options("--resize-schedule 0:640,3:320")) == 640
 
 
-def test_a_trial_batch_looks_like_a_loaders():
-    trial = SimpleNamespace(image_size=64, num_classes=3)
-    images, targets, paths, _ = auto_batch.Trial._batch(trial, 4)
-    assert images.shape == (4, 3, 64, 64) and images.dtype == torch.uint8 and len(paths) == 4
-    assert targets[:, 0].unique().tolist() == [0, 1, 2, 3] and set(targets[:, 1].tolist()) <= {0.0, 1.0, 2.0}
-    assert targets.min() >= 0 and targets[:, 2:].max() <= 1
+@pytest.mark.parametrize("flags", ["", "--fast", "--fast-loss", "--adam"])
+def test_a_trial_makes_the_steps_of_the_run(flags):
+    model = tiny_model()
+    trial = auto_batch.new_trial(options(f"--img 64 {flags}"), HYP, 2, torch.device("cpu"), 64, model)
+    steps, before = [], model.state_dict()["model.0.bn.running_mean"].clone()
+    step = trial.steps.step
+    trial.steps.step = lambda iteration, epoch, batch: steps.append(batch) or step(iteration, epoch, batch)
+    trial.step(3)
+    (batch,) = steps
+    assert batch.images.shape == (3, 3, 64, 64) and len(batch.paths) == 3
+    assert batch.targets[:, 0].unique().tolist() == [0, 1, 2] and set(batch.targets[:, 1].tolist()) <= {0.0, 1.0}
+    assert batch.targets[:, 2:].min() >= 0 and batch.targets[:, 2:].max() <= 1
+    assert not torch.equal(model.state_dict()["model.0.bn.running_mean"], before), "it has been trained"
 
 
 @pytest.mark.gpu
-def test_measured_on_the_gpu():
-    device, opt = torch.device("cuda"), options("--img 1280")
+@pytest.mark.parametrize("flags", ["", "--fast"])
+def test_measured_on_the_gpu(flags):
+    device, opt = torch.device("cuda"), options(f"--img 1280 {flags}")
     auto_batch.settle(opt, HYP, 2, device, Ranks(), lambda: tiny_model().to(device))
     assert opt.batch_size == opt.total_batch_size >= 16
     total = torch.cuda.get_device_properties(device).total_memory

@@ -102,11 +102,21 @@ from utils.options import train_parser
 
 ranks = dist.read_ranks()
 dist.start_processes(ranks, torch.device("cpu"))
-original, fitness = stopping.epochs_to_train, train.fitness
+original, report, evaluate = stopping.epochs_to_train, train.open_report, train.evaluate
+train.evaluate = lambda *args, **options: evaluate(*args, **(options | {{"picture_dir": None}}))
 
 
 class Interrupted(Exception):
     pass
+
+
+def open_report(*args):
+    opened = report(*args)
+    opened.pictures = False
+    return opened
+
+
+train.open_report = open_report
 
 
 def run(*line, stop_at=None):

@@ -2,6 +2,9 @@
 
 import gc
 import logging
+import math
+from argparse import Namespace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -44,39 +47,21 @@ def largest(fits, most=MOST):
 
 
 class Trial:
-    """Trains on random images of `image_size` pixels and looks at the memory that this takes.
+    """Steps of a run on random images of `image_size` pixels.
 
-    `training` is a Training that has been started, `feed(loader, device)` yields its batches; `num_classes` those of
-    its model.
+    `steps` is what makes them (see fast_step.FastSteps), `feed(loader, device)` yields their batches; `num_classes`
+    those of the model.
     """
 
-    def __init__(self, training, feed, image_size, num_classes, device):
-        self.training, self.feed, self.device = training, feed, device
+    def __init__(self, steps, feed, image_size, num_classes, device):
+        self.steps, self.feed, self.device = steps, feed, device
         self.image_size, self.num_classes = image_size, num_classes
-        torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info(device)
-        self.limit = (1 - MARGIN) * (free + torch.cuda.memory_reserved(device))
 
-    def fits(self, batch_size):
-        """Whether a step on `batch_size` images stays within the limit."""
-        torch.cuda.reset_peak_memory_stats(self.device)
-        try:
-            self._step(batch_size)
-        except torch.cuda.OutOfMemoryError:
-            peak = float("inf")
-        else:
-            peak = torch.cuda.max_memory_reserved(self.device)
-        self.training.optimizer.zero_grad(set_to_none=True)
-        gc.collect()
-        torch.cuda.empty_cache()
-        logger.info("--batch-size -1: %4d images need %5.1f of %.1f GB", batch_size, peak / 1e9, self.limit / 1e9)
-        return peak <= self.limit
-
-    def _step(self, batch_size):
-        self.training.begin_epoch()
+    def step(self, batch_size):
+        """Train on one batch, with an optimiser step."""
+        self.steps.begin_epoch()
         for batch in self.feed([self._batch(batch_size)], self.device):
-            self.training.forward_backward(batch)
-        self.training.update()
+            self.steps.step(0, 0, batch)
 
     def _batch(self, batch_size):
         """What a loader would deliver: noise with boxes."""
@@ -88,23 +73,43 @@ class Trial:
         return image.repeat(batch_size, 1, 1, 1), targets, ("noise",) * batch_size, None
 
 
+def stays_below(limit, trial, batch_size):
+    """Whether a step of `trial` on `batch_size` images takes at most `limit` bytes of GPU memory."""
+    torch.cuda.reset_peak_memory_stats(trial.device)
+    try:
+        trial.step(batch_size)
+    except torch.cuda.OutOfMemoryError:
+        peak = math.inf
+    else:
+        peak = torch.cuda.max_memory_reserved(trial.device)
+    gc.collect()
+    torch.cuda.empty_cache()
+    logger.info("--batch-size -1: %4d images need %5.1f of %.1f GB", batch_size, peak / 1e9, limit / 1e9)
+    return peak <= limit
+
+
 def largest_side(opt):
     """The longest side in pixels of the images that a run with these options trains on."""
     side = max(stage.size for stage in resize_schedule.of_run(opt).stages)
     return -(-int(side * (1.5 if opt.multi_scale else 1)) // STRIDE) * STRIDE
 
 
-def settle(opt, hyp, num_classes, device, ranks, build_model):
+def settle(opt, hyp, num_classes, device, ranks, build_model, make_twin=None):
     """Replace batch_size -1 of the options by what fits; the same for all processes, the least of what each measures.
 
-    `build_model()` returns the model on the device. Raises ValueError without a GPU, or when nothing fits.
+    `build_model()` returns the model on the device, for `make_twin` see fastpaths.choose. Raises ValueError without a
+    GPU, or when nothing fits.
     """
     if opt.batch_size != -1:
         return
     if device.type != "cuda":
         raise ValueError("--batch-size -1 measures what fits on a GPU, and this run uses the CPU; give a number")
     side = largest_side(opt)
-    size = largest(_trial(opt, hyp, num_classes, device, side, build_model()).fits)
+    torch.cuda.empty_cache()
+    limit = (1 - MARGIN) * torch.cuda.mem_get_info(device)[0]
+    trial = new_trial(opt, hyp, num_classes, device, side, build_model(), make_twin)
+    size = largest(partial(stays_below, limit, trial))
+    del trial
     gc.collect()
     torch.cuda.empty_cache()
     if ranks.is_distributed:
@@ -117,15 +122,19 @@ def settle(opt, hyp, num_classes, device, ranks, build_model):
     logger.info("--batch-size -1: %d images a step (%d for each process)", opt.total_batch_size, opt.batch_size)
 
 
-def _trial(opt, hyp, num_classes, device, side, model):
-    """A Trial with the losses and the step of the run."""
+def new_trial(opt, hyp, num_classes, device, side, model, make_twin=None):
+    """A Trial with the losses and the steps of the run, but never captured in a graph: each size has another shape."""
     init_seeds(2)  # as in the run, cuDNN looks for the fastest kernels, which may take memory
-    paths = fastpaths.choose(opt, device)
+    is_fast = opt.fast or opt.cuda_graph
+    uncaptured = {"fast": False, "cuda_graph": False, "fast_step": opt.fast_step or is_fast,
+                  "fast_loss": opt.fast_loss or is_fast}  # fmt: skip
+    paths = fastpaths.choose(Namespace(**vars(opt) | uncaptured), device, make_twin)
     freeze_layers(model, opt.freeze)
     model.gr, model.hyp = 1.0, scale_hyp(hyp, model.model[-1].nl, num_classes, side, opt.label_smoothing)
     optimizer = optim.build_optimizer(model, hyp["lr0"], hyp["momentum"], hyp["weight_decay"], opt.adam)
     scheduler = LambdaLR(optimizer, optim.lr_factor(opt.epochs, hyp["lrf"], opt.linear_lr))
-    training = Training(model, hyp, optim.NOMINAL_BATCH, optimizer, scheduler, ModelEMA(model))
+    training = Training(model, hyp, optim.NOMINAL_BATCH, optimizer, scheduler, ModelEMA(model), opt.amp)
     loss_of_epoch, _ = paths.losses(model, opt.epochs)
+    steps = paths.steps(training)
     training.start(model, loss_of_epoch(opt.epochs - 1), loss_factor=1, first_epoch=0, num_warmup=1)
-    return Trial(training, paths.feed, side, num_classes, device)
+    return Trial(steps, paths.feed, side, num_classes, device)
