@@ -32,24 +32,6 @@ def log_level():
     logging.root.setLevel(before)
 
 
-@pytest.fixture
-def no_pictures(monkeypatch):
-    """Runs draw nothing: pictures take longer than the training of so small a model, and have tests of their own."""
-    import test
-    import train
-
-    report, evaluate = train.open_report, test.evaluate
-
-    def open_report(*args):
-        opened = report(*args)
-        opened.pictures = False
-        return opened
-
-    monkeypatch.setattr(train, "open_report", open_report)
-    for program in (train, test):
-        monkeypatch.setattr(program, "evaluate", lambda *args, **kw: evaluate(*args, **(kw | {"picture_dir": None})))
-
-
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():

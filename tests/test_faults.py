@@ -55,9 +55,7 @@ def test_full_disk_keeps_the_checkpoint_before(tmp_path, small_disk):
     assert [file.name for file in tmp_path.iterdir()] == ["last.pt"], "no temporary file is left"
 
 
-def test_full_disk_ends_a_run_with_a_sentence_and_it_can_be_resumed(
-    tmp_path, small_disk, monkeypatch, capsys, no_pictures
-):
+def test_full_disk_ends_a_run_with_a_sentence_and_it_can_be_resumed(tmp_path, small_disk, monkeypatch, capsys):
     line = small_run.arguments(tmp_path)
     save, count = checkpoint.save, []
 
@@ -237,7 +235,7 @@ def test_which_numbers_are_harmful():
             check_finite(StoredModel(state | {name: torch.tensor([value])}), "a.pt")
 
 
-def test_loss_that_becomes_nan_is_said_once_and_the_run_ends_in_order(tmp_path, no_pictures, capsys):
+def test_loss_that_becomes_nan_is_said_once_and_the_run_ends_in_order(tmp_path, capsys):
     line = small_run.arguments(
         tmp_path, "--epochs", "3", hyp={"lr0": 1e30, "warmup_epochs": 0.0, "warmup_min_iters": 0}
     )
@@ -252,7 +250,7 @@ def test_loss_that_becomes_nan_is_said_once_and_the_run_ends_in_order(tmp_path, 
 # ---- the system ------------------------------------------------------------------------------------------------------
 
 
-def test_clock_that_goes_backwards(tmp_path, monkeypatch, no_pictures, capsys):
+def test_clock_that_goes_backwards(tmp_path, monkeypatch, capsys):
     started, calls = time.time(), []
 
     def backwards():
@@ -264,7 +262,7 @@ def test_clock_that_goes_backwards(tmp_path, monkeypatch, no_pictures, capsys):
     assert "2 epochs completed in 0.0" in capsys.readouterr().out and calls
 
 
-def test_broken_tensorboard_is_one_warning(tmp_path, monkeypatch, no_pictures, capsys):
+def test_broken_tensorboard_is_one_warning(tmp_path, monkeypatch, capsys):
     """Not missing: an installation that does not fit its other packages."""
 
     class Broken:

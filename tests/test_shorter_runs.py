@@ -1,7 +1,5 @@
 """Whole runs with the flags that shorten or stage them, and several processes that stop and resume together."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +7,7 @@ import torch
 
 import train
 from tests import small_run
-from tests.test_train import CPU_ONLY, ROOT, SLOW_WARMUP, results_of
+from tests.test_train import ROOT, SLOW_WARMUP, TWO_PROCESSES, program, results_of
 from utils import full_state
 from utils.checkpoint import read_checkpoint
 from utils.plots import read_results
@@ -18,7 +16,7 @@ FAST_WARMUP = {"warmup_min_iters": 1, "warmup_epochs": 0.0}
 
 
 @pytest.fixture
-def opened(monkeypatch, no_pictures):
+def opened(monkeypatch):
     """The Loaders of the runs of a test."""
     seen, original = [], train.open_loaders
     monkeypatch.setattr(train, "open_loaders", lambda *args: seen.append(original(*args)) or seen[-1])
@@ -52,7 +50,7 @@ def test_epochs_of_few_batches(tmp_path, opened):
     assert opened[0].train.sampler.epoch == 1, "three epochs of two batches are one pass"
 
 
-def test_rhythm_of_validation_and_of_files(tmp_path, no_pictures):
+def test_rhythm_of_validation_and_of_files(tmp_path):
     run = small_run.run(tmp_path, "--epochs", "9", "--eval-interval", "4", "--save-period", "2", hyp=SLOW_WARMUP)
     tested = [line.split()[12] != "0" for line in results_of(run).splitlines()]  # the box loss of validation
     assert tested == [False] * 3 + [True] * 6, "later lines repeat the last validation"
@@ -77,7 +75,7 @@ def test_image_size_by_epoch(tmp_path, opened, monkeypatch):
     assert opened[0].dataset.imgs[0].shape[0] == 32, "and the cache is that of the stage"
 
 
-def test_patience_ends_a_run(tmp_path, no_pictures, monkeypatch):
+def test_patience_ends_a_run(tmp_path, monkeypatch):
     scores = iter([0.1, 0.5, 0.4, 0.3, 0.2, 0.1])
     monkeypatch.setattr(train, "fitness", lambda results: next(scores))
     run = small_run.run(tmp_path, "--epochs", "6", "--patience", "2")
@@ -102,21 +100,11 @@ from utils.options import train_parser
 
 ranks = dist.read_ranks()
 dist.start_processes(ranks, torch.device("cpu"))
-original, report, evaluate = stopping.epochs_to_train, train.open_report, train.evaluate
-train.evaluate = lambda *args, **options: evaluate(*args, **(options | {{"picture_dir": None}}))
+original = stopping.epochs_to_train
 
 
 class Interrupted(Exception):
     pass
-
-
-def open_report(*args):
-    opened = report(*args)
-    opened.pictures = False
-    return opened
-
-
-train.open_report = open_report
 
 
 def run(*line, stop_at=None):
@@ -134,7 +122,8 @@ def run(*line, stop_at=None):
     opt = train.prepare_train_options(train_parser().parse_args(line), ranks)
     train.open_run_folder(opt, ranks)
     try:
-        train.train(train.load_hyp(opt.hyp), opt, train.load_data_yaml(opt.data), torch.device("cpu"), ranks)
+        with small_run.drawing(pictures=False):
+            train.train(train.load_hyp(opt.hyp), opt, train.load_data_yaml(opt.data), torch.device("cpu"), ranks)
     except Interrupted:
         pass
     torch.distributed.barrier()
@@ -157,8 +146,7 @@ def test_two_processes_resume_bit_equal_and_stop_together(tmp_path):
     line = small_run.arguments(tmp_path, "--batch-size", "4", "--epochs", "3", num_images=8)
     script = tmp_path / "both_ranks.py"
     script.write_text(BOTH_RANKS.format(root=str(ROOT), line=line, last=str(last)))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29617"]
-    done = subprocess.run([*launcher, str(script)], env=CPU_ONLY, capture_output=True, text=True, timeout=300)
+    done = program(str(script), launcher=TWO_PROCESSES)
     assert done.returncode == 0, done.stderr[-2000:]
     reference = tmp_path / "runs" / "reference"
     assert results_of(last.parent.parent) == results_of(reference)
