@@ -104,14 +104,16 @@ def test_places_without_the_right_to_write(tmp_path):
     """A data folder costs a warning; a project folder ends the run before it begins. There is no home folder either."""
     data, out = tmp_path / "data", tmp_path / "out"
     data.mkdir(), out.mkdir()
-    line = [sys.executable, str(ROOT / "train.py"), *small_run.arguments(data), "--epochs", "1"]
+    program = "import sys; from tests import small_run; sys.exit(small_run.program('train', sys.argv[1:]))"
+    line = [sys.executable, "-c", program, *small_run.arguments(data), "--epochs", "1"]
     environment = CPU_ONLY | {"PATH": os.environ["PATH"], "HOME": "/none"}
     for path in (data, *data.rglob("*")):
         path.chmod(0o555 if path.is_dir() else 0o444)
     results = [
-        subprocess.run([*line, *flags], env=environment, capture_output=True, text=True, preexec_fn=obey_permissions)
+        subprocess.run([*line, *flags], cwd=ROOT, env=environment, capture_output=True, text=True,
+                       preexec_fn=obey_permissions)
         for flags in ((), ("--project", str(out)))
-    ]
+    ]  # fmt: skip
     for path in (data, *data.rglob("*")):
         path.chmod(0o755)
     assert results[0].returncode == 2 and "no run folder can be made in" in results[0].stderr, results[0].stderr

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 import train
-from tests import parity
+from tests import parity, small_run
 from utils import assign
 from utils.data_yaml import load_data_yaml
 from utils.dist import Ranks
@@ -75,7 +75,7 @@ def match_by_topk(cost, num_wanted):
     return candidate, owner[candidate]
 
 
-def replay(trace, folder, seeded):
+def replay(trace, folder, seeded, pictures):
     """Run train.train as the trace did; returns what it recorded under the same keys."""
     pictures = folder / "dataset"
     shutil.copytree(parity.GOLDEN / "train" / "dataset_64px", pictures)
@@ -85,7 +85,8 @@ def replay(trace, folder, seeded):
     args = ["--weights", "", "--cfg", "cfg/training/yolov7-tiny.yaml", "--data", str(data), "--hyp", str(hyp),
             "--epochs", "2", "--batch-size", "4", "--img-size", "64", "64", "--device", "cpu", "--workers", "0",
             "--noautoanchor", "--project", str(folder / "runs"), "--name", "run"]  # fmt: skip
-    return run(prepare_train_options(train_parser().parse_args(args), Ranks()), seeded)
+    with small_run.drawing(pictures):
+        return run(prepare_train_options(train_parser().parse_args(args), Ranks()), seeded)
 
 
 def run(opt, seeded):
