@@ -104,7 +104,8 @@ def test_same_command_gives_same_results(tmp_path):
 
 def test_training_learns(tmp_path):
     hyp = {"mosaic": 0.0, "mixup": 0.0, "paste_in": 0.0, "scale": 0.0, "translate": 0.0} | SLOW_WARMUP
-    table = read_results(small_run.run(tmp_path, "--epochs", "40", "--notest", "--adam", hyp=hyp) / "results.txt")
+    run = small_run.run(tmp_path, "--epochs", "40", "--notest", "--nosave", "--adam", hyp=hyp)
+    table = read_results(run / "results.txt")
     assert table[-1, 5] < 0.75 * table[0, 5], "total training loss"
 
 
@@ -312,13 +313,15 @@ def test_two_processes_train_one_model(tmp_path):
         "import os, sys\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "import torch, train\n"
+        "from tests import small_run\n"
         "class Recorded(train.Training):\n"
         "    def end_epoch(self):\n"
         "        state = {k: v.clone() for k, v in self.model.module.state_dict().items()}\n"
         f"        torch.save(state, os.path.join({str(tmp_path)!r}, f'rank{{os.environ[\"RANK\"]}}.pt'))\n"
         "        return super().end_epoch()\n"
         "train.Training = Recorded\n"
-        "train.cli.run(train.main, train.train_parser().parse_args())\n"
+        "with small_run.drawing(pictures=False):\n"
+        "    train.cli.run(train.main, train.train_parser().parse_args())\n"
     )
     done = program(str(script), *line, launcher=TWO_PROCESSES)
     assert done.returncode == 0, done.stderr[-2000:]
