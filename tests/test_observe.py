@@ -73,11 +73,11 @@ def is_running(pid):
 
 
 def test_a_run_that_hangs_is_ended(tmp_path, hyp, monkeypatch):
-    monkeypatch.setenv("FAKE_SECONDS", "60")
+    monkeypatch.setenv("FAKE_SECONDS", "600")
     started = time.monotonic()
     run = fake(tmp_path / "one", hyp, timeout=0.5)
     assert (run.status, run.message) == ("failed", "no end after 0 s: the run was stopped")
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 300
 
 
 def test_an_interruption_ends_the_run_too(tmp_path, hyp, monkeypatch):

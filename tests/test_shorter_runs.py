@@ -98,13 +98,27 @@ from tests import small_run
 from utils import dist, stopping
 from utils.options import train_parser
 
-ranks = dist.read_ranks()
-dist.start_processes(ranks, torch.device("cpu"))
-original = stopping.epochs_to_train
+original, stop = stopping.epochs_to_train, dist.stop_processes
+dist.stop_processes = lambda: None  # all runs have the same two processes
 
 
 class Interrupted(Exception):
     pass
+
+
+class Compared(train.Training):
+    # after each epoch every rank has the weights of the first; the statistics of BatchNorm are its own
+    def end_epoch(self):
+        trained = dict(self.model.module.named_parameters())
+        assert trained
+        for name, value in trained.items():
+            first = value.detach().clone()
+            torch.distributed.broadcast(first, 0)
+            assert torch.equal(first, value), name
+        return super().end_epoch()
+
+
+train.Training = Compared
 
 
 def run(*line, stop_at=None):
@@ -119,11 +133,9 @@ def run(*line, stop_at=None):
 
     stopping.epochs_to_train = epochs_to_train
     sys.argv = ["train.py", *line]
-    opt = train.prepare_train_options(train_parser().parse_args(line), ranks)
-    train.open_run_folder(opt, ranks)
     try:
         with small_run.drawing(pictures=False):
-            train.train(train.load_hyp(opt.hyp), opt, train.load_data_yaml(opt.data), torch.device("cpu"), ranks)
+            train.main(train_parser().parse_args(line))
     except Interrupted:
         pass
     torch.distributed.barrier()
@@ -137,11 +149,12 @@ assert run("--resume", {last!r}, "--device", "cpu") == [1, 2]
 scores = iter([0.5, 0.4, 0.3, 0.2])
 train.fitness = lambda results: next(scores)
 assert run(*line, "--patience", "1", "--epochs", "4", "--name", "patience") == [0, 1], "on both ranks"
+stop()
 """
 
 
 @pytest.mark.slow
-def test_two_processes_resume_bit_equal_and_stop_together(tmp_path):
+def test_two_processes_train_one_model_resume_bit_equal_and_stop_together(tmp_path):
     last = tmp_path / "runs" / "run" / "weights" / "last.pt"
     line = small_run.arguments(tmp_path, "--batch-size", "4", "--epochs", "3", num_images=8)
     script = tmp_path / "both_ranks.py"
@@ -149,6 +162,9 @@ def test_two_processes_resume_bit_equal_and_stop_together(tmp_path):
     done = program(str(script), launcher=TWO_PROCESSES)
     assert done.returncode == 0, done.stderr[-2000:]
     reference = tmp_path / "runs" / "reference"
+    names = sorted(path.name for path in reference.parent.iterdir())
+    assert names == ["patience", "reference", "run"], "one folder for both"
+    assert read_results(reference / "results.txt")[:, 0].tolist() == [0, 1, 2]
     assert results_of(last.parent.parent) == results_of(reference)
     states = [full_state.of(read_checkpoint(run / "weights" / "last_full.pt"))
               for run in (last.parent.parent, reference)]  # fmt: skip

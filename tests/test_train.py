@@ -42,8 +42,7 @@ SUMS = {"rtol": 1e-4, "atol": 2e-3}
 @pytest.mark.parametrize("name", ["robust_formula_plain", "robust_formula_ota", "robust_seeded_ota"])
 def test_run_equals_the_golden_trace(name, tmp_path):
     trace = traces.load_trace(name)
-    draws = name == "robust_formula_ota"  # one is enough
-    mine = traces.replay(trace, tmp_path, seeded="seeded" in name, pictures=draws)
+    mine = traces.replay(trace, tmp_path, seeded="seeded" in name)
     group = "train: " + name
 
     assert len(mine["it"]) == len(trace["it"]) == 4
@@ -70,9 +69,6 @@ def test_run_equals_the_golden_trace(name, tmp_path):
     lines = results_of(mine["folder"]).splitlines()
     for line, golden in zip(lines, trace["results_txt"], strict=True):
         assert len(line) == len(golden) and line[:20] == golden[:20], "column positions"
-    written = {path.relative_to(mine["folder"]).as_posix() for path in mine["folder"].rglob("*") if path.is_file()}
-    expected = {path for path in trace["files"] if draws or Path(path).suffix not in (".jpg", ".png")}
-    assert expected and not expected - written, "files that stock writes and this run does not"
 
 
 # ---- one run, and the same again -----------------------------------------------------------------------------------
@@ -83,9 +79,9 @@ def test_run_leaves_a_complete_folder(tmp_path):
     table = read_results(folder / "results.txt")
     assert table.shape == (2, 15) and np.isfinite(table).all()
     assert (folder / "results.csv").read_text().count("\n") == 3
-    written = {path.name for path in folder.iterdir()}
-    assert {"hyp.yaml", "opt.yaml", "results.png", "labels.jpg", "train_batch0.jpg", "test_batch0_pred.jpg",
-            "confusion_matrix.png", "PR_curve.png"} <= written  # fmt: skip
+    written = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    expected = set(traces.load_trace("robust_formula_ota")["files"]) | {"labels.jpg"}
+    assert len(expected) > 20 and not expected - written, "files that stock writes and this run does not"
     weights = {path.name for path in (folder / "weights").iterdir()}
     assert weights == {"init.pt", "last.pt", "best.pt", "last_full.pt", "epoch_000.pt", "epoch_001.pt"}
     assert yaml.safe_load((folder / "hyp.yaml").read_text()) == small_run.HYP, "as given, before any scaling"
@@ -303,30 +299,3 @@ def test_parser_can_be_taken_out_of_the_program():
     )
     done = program("-c", code)
     assert done.stdout == "True False False\n", done.stderr
-
-
-@pytest.mark.slow
-def test_two_processes_train_one_model(tmp_path):
-    line = small_run.arguments(tmp_path, "--batch-size", "4", num_images=8)
-    script = tmp_path / "both_ranks.py"
-    script.write_text(
-        "import os, sys\n"
-        f"sys.path.insert(0, {str(ROOT)!r})\n"
-        "import torch, train\n"
-        "from tests import small_run\n"
-        "class Recorded(train.Training):\n"
-        "    def end_epoch(self):\n"
-        "        state = {k: v.clone() for k, v in self.model.module.state_dict().items()}\n"
-        f"        torch.save(state, os.path.join({str(tmp_path)!r}, f'rank{{os.environ[\"RANK\"]}}.pt'))\n"
-        "        return super().end_epoch()\n"
-        "train.Training = Recorded\n"
-        "with small_run.drawing(pictures=False):\n"
-        "    train.cli.run(train.main, train.train_parser().parse_args())\n"
-    )
-    done = program(str(script), *line, launcher=TWO_PROCESSES)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run"], "one run folder"
-    assert read_results(tmp_path / "runs" / "run" / "results.txt")[:, 0].tolist() == [0, 1]
-    ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
-    trained = [key for key in ranks[0] if "running_" not in key and "num_batches" not in key]
-    assert trained and all(torch.equal(ranks[0][key], ranks[1][key]) for key in trained)

@@ -75,7 +75,7 @@ def match_by_topk(cost, num_wanted):
     return candidate, owner[candidate]
 
 
-def replay(trace, folder, seeded, pictures):
+def replay(trace, folder, seeded):
     """Run train.train as the trace did; returns what it recorded under the same keys."""
     dataset = folder / "dataset"
     shutil.copytree(parity.GOLDEN / "train" / "dataset_64px", dataset)
@@ -85,7 +85,7 @@ def replay(trace, folder, seeded, pictures):
     args = ["--weights", "", "--cfg", "cfg/training/yolov7-tiny.yaml", "--data", str(data), "--hyp", str(hyp),
             "--epochs", "2", "--batch-size", "4", "--img-size", "64", "64", "--device", "cpu", "--workers", "0",
             "--noautoanchor", "--project", str(folder / "runs"), "--name", "run"]  # fmt: skip
-    with small_run.drawing(pictures):
+    with small_run.drawing(pictures=False):
         return run(prepare_train_options(train_parser().parse_args(args), Ranks()), seeded)
 
 
