@@ -151,7 +151,8 @@ def _names(path, names):
         try:
             by_id = {int(str(key)): name for key, name in names.items()}
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{printable(path)}: the keys of names must be numbers, {shown(str(error))[1:-1]}") from error
+            why = shown(str(error))[1:-1]
+            raise ValueError(f"{printable(path)}: the keys of names must be numbers, {why}") from error
         if len(by_id) < len(names):
             raise ValueError(f"{printable(path)}: two keys of names are the same number, with and without quotes")
         missing = sorted(set(range(len(names))) - set(by_id))
