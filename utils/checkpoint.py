@@ -129,6 +129,7 @@ def _stand_ins():
     for module in ("pathlib", "pathlib._local"):  # the path of a head configuration; Python 3.13 has the second name
         for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"):
             yield called(module, name, lambda *parts: "/".join(map(str, parts)))
+    yield called("builtins", "set", set)  # names of buffers; torch 2.4 refuses it, unlike later ones
     yield named("numpy", "dtype", _Dtype)
     yield named("numpy", "ndarray", _Array)
     for module in ("numpy.core.multiarray", "numpy._core.multiarray"):  # NumPy 1 and 2

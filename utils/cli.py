@@ -104,7 +104,7 @@ def _in_words(error):
         return f"{place}{error.strerror}{ADVICE.get(error.errno, '')}"
     for start, advice in MACHINE_FAULTS.items():
         if str(error).startswith(start):
-            return f"{str(error).strip().splitlines()[0]}{advice}"
+            return str(error).strip().splitlines()[0].rstrip(".") + advice
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
     # the loader sends the whole traceback of a worker as text; its last line is the sentence
     return lines[-1].removeprefix("ValueError: ") if "Original Traceback" in str(error) else " ".join(lines)
