@@ -101,7 +101,7 @@ class Workers:
         if error is not None:
             if os.environ.get("YOLOV7FAST_TRACEBACK") == "1":
                 logger.error("%s", error[1])
-            self._fail(f"{self.job.describe(*error[2])}: {error[0]}")
+            self._fail(about(self.job.describe(*error[2]), error[0]))
         self.num_open -= 1
         return task, result
 
@@ -196,6 +196,11 @@ def end_with_a_lost_batch(worker_id):
         os._exit(1)
 
     Queue._on_queue_feeder_error = staticmethod(end)
+
+
+def about(file, text):
+    """`text` with the name of the `file` in front, if it does not begin with that already."""
+    return text if text.startswith(f"{printable(file)}:") else f"{printable(file)}: {text}"
 
 
 def in_words(error):
