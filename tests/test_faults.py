@@ -170,6 +170,34 @@ def test_the_reference_loader_gives_up(tmp_path, monkeypatch):
         gc.collect()  # ends its workers
 
 
+class Unsendable(torch.utils.data.Dataset):
+    """Its samples cannot leave the worker, as when /dev/shm is full."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return self
+
+    def __reduce__(self):
+        raise RuntimeError("unable to allocate shared memory(shm): No space left on device (28)")
+
+
+def test_a_worker_that_cannot_pass_a_batch_on_ends(tmp_path, monkeypatch, capfd):
+    """torch's own worker drops such a batch, and the main process waits for it."""
+    small_run.make_data(tmp_path)
+    opt = type("Options", (), {"single_cls": False})
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(datasets, "collate_fn", lambda samples: Unsendable())
+    for fast in ({}, {"prefetch_factor": 1}):  # the reference, and torch's loader with options
+        loader, _ = datasets.create_dataloader(str(tmp_path / "images/train"), 64, 3, 32, opt, workers=2, **fast)
+        with pytest.raises((RuntimeError, LoaderError), match="DataLoader worker .* exited unexpectedly") as caught:
+            next(iter(loader))
+        assert "cannot pass on a batch: RuntimeError: unable to allocate shared memory(shm)" in capfd.readouterr().err
+        del loader, caught
+        gc.collect()  # ends its workers
+
+
 @pytest.mark.parametrize("where", ["train.build_model", "utils.datasets.load_image"])
 def test_full_memory_is_a_sentence(where, tmp_path, monkeypatch, capsys):
     def fail(*args):
