@@ -14,7 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests import parity  # noqa: E402  (needs the path above)
 
 cv2.setNumThreads(0)
-# A run in the background and the processes of `pytest -n` ignore it, and so would every program that a test starts.
+# In the background and in the processes of `pytest -n` this signal is ignored, and every program that a test starts
+# would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
