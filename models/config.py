@@ -85,7 +85,10 @@ def _load(path, where):
 
 
 def _is_bounded(content):
-    """Whether lists and mappings hold at most MAX_ENTRIES things, those counted again that are named again."""
+    """Whether lists and mappings hold at most MAX_ENTRIES things, those counted again that are named again.
+
+    utils/data_yaml.py has the same for other files: models/ imports nothing of utils/, and utils/ nothing of models/.
+    """
     waiting, count = [content], 0
     while waiting and count <= MAX_ENTRIES:
         entry = waiting.pop()

@@ -20,7 +20,7 @@ from utils.loss_plan import Sizes
 
 logger = logging.getLogger(__name__)
 
-ORDINARY_CALLS = 2  # of a kind before its first capture
+ORDINARY_CALLS = 3  # of a kind before its first capture; as many as of a whole step that is captured (`cuda_graph`)
 MOST_KINDS = 8  # further ones go without a graph
 MOST_PAIRS = 4_000_000  # of a target and a candidate, about 350 MB that a graph would keep; then little is won
 SPARE = 1.25  # room in a graph, relative to the batch that made it be captured
@@ -58,12 +58,15 @@ def with_spare(sizes):
     return Sizes(numbers[0], tuple(int(n * SPARE) for n in sizes.cells), *numbers[1:]).rounded()
 
 
-def record(body, pool, stream):
+def record(body, pool=None, stream=None):
     """Capture `body`; returns the graph and what `body` returned, which each replay writes anew."""
     gc.collect()  # a graph that is gone must not be cleaned up in the midst of this
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
-        result = body()
+    graph, outer = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+            result = body()
+    finally:
+        torch.cuda.set_stream(outer)  # torch does not go back to it after a capture that failed
     return graph, result
 
 
@@ -73,7 +76,6 @@ class LossGraphs:
     def __init__(self, learn):
         self.learn, self.kinds, self.is_off = learn, {}, False
         self.counts = {"replayed": 0, "captured": 0, "ordinary": 0}
-        self._pool = self._stream = None
 
     def find(self, predictions, settings):
         """The LossGraph for such `predictions`; None where no graph is to be used."""
@@ -105,9 +107,9 @@ class LossGraphs:
         return captured
 
     def record(self, body):
-        if self._pool is None:
-            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        return record(body, self._pool, self._stream)
+        """Capture `body`, in the memory of the other graphs; it goes when the last of them does."""
+        others = [kind.captured.graph for kind in self.kinds.values() if kind.captured]
+        return record(body, others[0].pool() if others else None)
 
     @staticmethod
     def wait():
