@@ -58,6 +58,17 @@ def test_traceback_on_request(monkeypatch):
         cli.run(raises(ValueError("broken")), None)
 
 
+def test_a_log_that_nobody_reads_is_no_error(monkeypatch, capsys):
+    monkeypatch.setattr(logging.root, "handlers", [])
+
+    def main(opt):
+        monkeypatch.setattr(logging.root.handlers[0].stream, "write", lambda text: raises(BrokenPipeError)(opt))
+        logging.getLogger("a").info("some news")
+
+    cli.run(main, None)
+    assert capsys.readouterr().err == ""
+
+
 def test_a_file_that_fails_in_a_thread_is_one_line(monkeypatch, capsys, caplog):
     """A daemon of TensorBoard's that finds the disk full; an error of the code stays a traceback."""
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)

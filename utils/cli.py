@@ -34,7 +34,7 @@ def run(main, opt):
     is_main = os.environ.get("RANK", "0") in ("0", "-1")
     for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a letter of a name shows its number instead
         stream.reconfigure(errors="backslashreplace")
-    handler = logging.StreamHandler(sys.stdout)
+    handler = _Handler(sys.stdout)
     handler.setFormatter(_Formatter("%(message)s"))
     handler.addFilter(lambda record: is_main or record.name not in READ_BY_ALL)
     logging.basicConfig(handlers=[handler], level=logging.INFO if is_main else logging.WARNING)
@@ -108,6 +108,14 @@ def _in_words(error):
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
     # the loader sends the whole traceback of a worker as text; its last line is the sentence
     return lines[-1].removeprefix("ValueError: ") if "Original Traceback" in str(error) else " ".join(lines)
+
+
+class _Handler(logging.StreamHandler):
+    """A run goes on when nobody reads its log any more, as after `train.py | head`."""
+
+    def handleError(self, record):
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
 
 
 class _Formatter(logging.Formatter):
