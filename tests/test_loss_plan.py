@@ -58,6 +58,14 @@ def test_padding_is_nobody():
     assert layout.cell_of_candidate[:3].tolist() == [1, 0, 2]
 
 
+@pytest.mark.parametrize("targets", [TARGETS, TARGETS[:0]])
+@pytest.mark.parametrize("padded", [True, False])
+def test_nothing_in_the_buffer_is_left_unwritten(targets, padded, monkeypatch):
+    plan, empty = plan_for(targets, padded=padded), torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(123_456_789_123))
+    assert plan_for(targets, padded=padded).buffer.equal(plan.buffer)
+
+
 def test_without_targets_all_is_padding():
     plan = plan_for(torch.zeros(0, 6))
     assert plan.blocks() == [] and (plan.layout.proposer == -1).all()

@@ -184,18 +184,19 @@ def prepare(
     targets = targets[order]
     image, grids = targets[:, 0].astype(np.int64), _Grids(shapes)
     position, target, layer = _candidates(targets[:, 2:6], image, anchors, grids, anchor_threshold, reach)
-    cells, place = _distinct(position, grids.num_cells)
+    cells = _distinct(position)
     edges = cells.searchsorted(grids.starts)  # [layers + 1] where the cells of each layer begin
 
     in_image = np.bincount(image[target], minlength=grids.batch)  # candidates
     targets_in_image = np.bincount(image, minlength=grids.batch)
     used = Sizes(len(targets), tuple(np.diff(edges).tolist()), len(target), int(in_image @ targets_in_image))
     sizes = used.rounded(at_least) if padded else used
-    plan = _empty_plan(sizes, shapes, pinned, padded=padded, target_rows=order, per_image=(targets_in_image, in_image))
+    plan = _bare_plan(sizes, shapes, pinned, padded=padded, target_rows=order, per_image=(targets_in_image, in_image))
     parts = Layout(*(part.numpy() for part in plan.layout))
     _write_targets(parts, targets, image, in_image, image_size, sizes)
     _write_cells(parts, cells, edges, sizes, grids, _geometry(shapes, anchors, torch.as_tensor(strides).tolist()))
-    _write_candidates(parts, place, target, layer, _stable_order(image[target]), np.diff(edges), sizes)
+    place = _looked_up(position, cells, _places(edges, sizes), grids.num_cells)
+    _write_candidates(parts, place, target, layer, _stable_order(image.take(target)))
     return plan
 
 
@@ -212,19 +213,23 @@ class _Grids:
         self.num_cells, self.starts = starts[-1], np.array(starts, dtype=np.int32)  # [layers + 1]
 
 
-def _empty_plan(sizes, shapes, pinned, **rest):
-    """A Plan full of zeros."""
+def _bare_plan(sizes, shapes, pinned, **rest):
+    """A Plan without values."""
     ints, floats = map(sum, sizes.of_parts())
     buffer = torch.empty(ints + -(-floats // 2), dtype=torch.long, pin_memory=pinned)
-    buffer.numpy().fill(0)
+    if floats % 2:
+        buffer[-1] = 0  # half of which is in no part
     return Plan(sizes, shapes, buffer, **rest)
 
 
+def _put(part, values, padding=0):
+    """Write `values` to the beginning of `part`, and `padding` to the rest."""
+    part[: len(values)], part[len(values) :] = values, padding
+
+
 def _stable_order(numbers):
-    """The rows that sort `numbers` [n], small and whole; NumPy sorts 16-bit ones by their digits, in linear time."""
-    if len(numbers) and numbers.max() < 1 << 15:
-        numbers = numbers.astype(np.int16)
-    return numbers.argsort(kind="stable")
+    """The rows that sort `numbers` [n], whole and not negative; NumPy sorts 8 and 16 bits by digits, in linear time."""
+    return numbers.astype(np.min_scalar_type(int(numbers.max(initial=0)))).argsort(kind="stable")
 
 
 @np.errstate(divide="ignore", invalid="ignore", over="ignore")
@@ -256,45 +261,59 @@ def _candidates(boxes, image, anchors, grids, threshold, reach):
 
     chosen = joins[:, :, None] & similar[:, None]  # [layers x steps x anchors x N]
     found = np.flatnonzero(chosen)
-    in_row = chosen.sum(3).ravel()
-    row = np.arange(len(in_row)).repeat(in_row)
+    num_rows = num_layers * len(NEIGHBOUR_STEPS) * num_anchors
+    in_row = np.diff(found.searchsorted(np.arange(num_rows + 1) * count))
+    row = np.arange(num_rows).repeat(in_row)
     per_layer = in_row.reshape(num_layers, -1).sum(1)
     return positions.ravel()[found], found - row * count, np.arange(num_layers).repeat(per_layer)
+
+
+def _distinct(positions):
+    """The distinct `positions` [m], ascending [u]."""
+    in_order = np.sort(positions)
+    is_first = np.ones(len(in_order), dtype=bool)
+    np.not_equal(in_order[1:], in_order[:-1], out=is_first[1:])
+    return in_order[is_first]
+
+
+def _places(edges, sizes):
+    """Where the Plan has each distinct cell [u], of which those of a layer lie between `edges`; before: padding."""
+    used = np.diff(edges)
+    padding = np.array(sizes.cells) - used
+    return np.arange(edges[-1], dtype=np.int32) + (padding.cumsum() - padding).astype(np.int32).repeat(used)
 
 
 _notes = threading.local()
 
 
-def _distinct(positions, num_cells):
-    """The distinct `positions` [m], ascending [u], and the place of each position among them [m].
+def _looked_up(positions, cells, places, num_cells):
+    """For each of `positions` [m] the one of `places` [u] that belongs to this one of `cells` [u].
 
-    The places are looked up in notes about all cells, which are kept from call to call: quicker than to search.
+    They are looked up in notes about all cells, which are kept from call to call: quicker than to search.
     """
-    in_order = np.sort(positions)
-    is_first = np.ones(len(in_order), dtype=bool)
-    np.not_equal(in_order[1:], in_order[:-1], out=is_first[1:])
-    cells = in_order[is_first]
     if getattr(_notes, "num_cells", 0) < num_cells:
         _notes.num_cells, _notes.place = num_cells, np.empty(num_cells, dtype=np.int32)
-    _notes.place[cells] = np.arange(len(cells), dtype=np.int32)
-    return cells, _notes.place[positions]
+    _notes.place[cells] = places
+    return _notes.place.take(positions)
 
 
 def _write_targets(parts, targets, image, in_image, image_size, sizes):
     """What concerns the `targets` [N x 6], sorted by image; a padded one starts at the last candidate and has none."""
     count = len(targets)
     height, width = image_size or (1, 1)
-    parts.target_class[:count] = targets[:, 1]
-    parts.num_candidates[:count] = parts.num_pairs[:count] = in_image[image]
-    parts.first_candidate[:count] = (in_image.cumsum() - in_image)[image]
-    parts.first_candidate[count:] = max(sizes.candidates - 1, 0)
+    num_candidates = in_image[image]
+    _put(parts.target_class, targets[:, 1])
+    _put(parts.num_candidates, num_candidates)
+    _put(parts.num_pairs, num_candidates)
+    _put(parts.first_candidate, (in_image.cumsum() - in_image)[image], padding=max(sizes.candidates - 1, 0))
+    parts.first_pair[:1] = 0
     np.cumsum(parts.num_pairs[:-1], out=parts.first_pair[1:])
     if sizes.targets > count:
         parts.num_pairs[-1] = sizes.pairs - parts.first_pair[-1]
-    parts.target_box[:count] = targets[:, 2:6]
+    _put(parts.target_box, targets[:, 2:6])
     corners = xywh2xyxy(targets[:, 2:6] * np.array((width, height, width, height), dtype=np.float32))
-    parts.target_xyxy[:count, :4] = corners
-    parts.target_xyxy[:count, 4] = (corners[:, 2] - corners[:, 0]) * (corners[:, 3] - corners[:, 1])
+    _put(parts.target_xyxy[:, :4], corners)
+    _put(parts.target_xyxy[:, 4], (corners[:, 2] - corners[:, 0]) * (corners[:, 3] - corners[:, 1]))
 
 
 def _write_cells(parts, cells, edges, sizes, grids, table):
@@ -302,23 +321,21 @@ def _write_cells(parts, cells, edges, sizes, grids, table):
     start = kind_start = 0
     for layer, size in enumerate(sizes.cells):
         position = cells[edges[layer] : edges[layer + 1]]
-        here, per_image = slice(start, start + len(position)), grids.per_image[layer]
+        here, per_image = slice(start, start + size), grids.per_image[layer]
         index = position - grids.starts[layer]
-        parts.cell_position[here], parts.cell_index[here] = position, index
+        _put(parts.cell_position[here], position)
+        _put(parts.cell_index[here], index)
         kind = index - index // per_image * per_image + kind_start
-        table.take(kind, axis=0, out=parts.geometry[here], mode="clip")
+        table.take(kind, axis=0, out=parts.geometry[start : start + len(kind)], mode="clip")
+        parts.geometry[here][len(kind) :] = 0
         start, kind_start = start + size, kind_start + per_image
 
 
-def _write_candidates(parts, place, target, layer, by_image, num_cells, sizes):
-    """What concerns the candidates, in the order `by_image`; `place` [m] among the distinct cells without padding."""
-    count = len(target)
-    padding = np.array(sizes.cells) - num_cells
-    shift = padding.cumsum() - padding  # [layers] cells of padding before
-    parts.cell_of_candidate[:count] = (place + shift[layer])[by_image]
-    parts.layer_of_candidate[:count] = layer[by_image]
-    parts.proposer[:count] = target[by_image]
-    parts.proposer[count:] = -1
+def _write_candidates(parts, place, target, layer, by_image):
+    """What concerns the candidates [m], in the order `by_image`; `place` among the distinct cells."""
+    _put(parts.cell_of_candidate, place.take(by_image))
+    _put(parts.layer_of_candidate, layer.take(by_image))
+    _put(parts.proposer, target.take(by_image), padding=-1)
 
 
 def _geometry(shapes, anchors, strides):
