@@ -120,6 +120,12 @@ class Warp:
         x, y = x / depth, y / depth
         return x.min() - margin, y.min() - margin, x.max() + margin, y.max() + margin
 
+    def may_show(self, boxes_xyxy):
+        """False for boxes [n x 4] in the source of which nothing can be in the output [n]."""
+        x1, y1, x2, y2 = self.source_area()
+        left, top, right, bottom = boxes_xyxy.T
+        return (left <= x2) & (top <= y2) & (right >= x1) & (bottom >= y1)
+
     def boxes(self, boxes_xyxy):
         """Boxes around the moved corners of `boxes_xyxy` [n x 4], clipped to the output [n x 4, float64]."""
         columns = [0, 1, 2, 3] if self.is_axis_aligned else [0, 1, 2, 3, 0, 3, 2, 1]

@@ -5,13 +5,13 @@ those of which something shows. Draws never depend on pixels, so this changes no
 """
 
 import random
+from functools import cached_property
 from typing import NamedTuple
 
 import cv2
 import numpy as np
 
 from utils.augment import GREY, copy_paste, draw_warp, reused, warp_labels
-from utils.boxes import xywhn2xyxy
 from utils.images import read_image
 from utils.paste_in import sample_segments
 from utils.polygons import Polygons
@@ -66,35 +66,49 @@ class Mosaic:
         self.side = 2 * dataset.img_size
         self.shape = self.side, self.side, 3
 
+    @cached_property
+    def places(self):
+        """What each label is scaled and shifted by [n x 4: width, height, x, y of its tile, float32]."""
+        corners = [(tile.width, tile.height, tile.x, tile.y) for tile in self.tiles]
+        return np.array(corners, np.float32).repeat([len(self.dataset.labels[tile.index]) for tile in self.tiles], 0)
+
     def labels(self):
         """Labels of all pictures [n x 5: class, x1, y1, x2, y2] in pixels, clipped to the canvas."""
-        rows = [self.dataset.labels[tile.index] for tile in self.tiles]
-        labels = np.concatenate(rows)
-        places = np.array([(tile.width, tile.height, tile.x, tile.y) for tile in self.tiles], np.float32)
-        places = np.repeat(places, [len(own) for own in rows], axis=0)
-        boxes = xywhn2xyxy(labels[:, 1:], *places.T)
+        labels = np.concatenate([self.dataset.labels[tile.index] for tile in self.tiles])
+        centre, half, size, shift = labels[:, 1:3], labels[:, 3:] / 2, self.places[:, :2], self.places[:, 2:]
+        high = size * (centre + half) + shift
+        labels[:, 1:3], labels[:, 3:] = size * (centre - half) + shift, high
+        boxes = labels[:, 1:]
         if self.window is not None:
             boxes -= np.array(self.window * 2, np.float32)
-        np.clip(boxes, 0, self.side, out=labels[:, 1:])
+        np.minimum(np.maximum(boxes, 0, out=boxes), self.side, out=boxes)
         return labels
 
-    def segments(self):
-        """The polygon [m x 2] of each label in pixels, clipped to the canvas, as Polygons; none for mere boxes."""
+    def segments(self, chosen=None):
+        """The polygon [m x 2] of each label in pixels, clipped to the canvas, as Polygons; none for mere boxes.
+
+        Only those of the labels where `chosen` [n] is true, or of all.
+        """
         parts = [self._polygons(tile) for tile in self.tiles]
-        points, start = np.concatenate([part.points for part in parts]), 0
-        for tile, part in zip(self.tiles, parts, strict=True):
-            own = points[start : start + len(part.points)]
-            own *= np.array((tile.width, tile.height), np.float32)
-            own += np.array((tile.x, tile.y), np.float32)
-            start += len(own)
+        points, counts = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        places = self.places
+        if chosen is not None:
+            points, counts, places = points[chosen.repeat(counts)], counts[chosen], places[chosen]
+        places = places.repeat(counts, 0)
+        points *= places[:, :2]
+        points += places[:, 2:]
         if self.window is not None:
             points = points - np.array(self.window)  # in float64 from here on, as in stock
-        np.clip(points, 0, self.side, out=points)
-        return Polygons(points, np.concatenate([part.counts for part in parts]))
+        np.minimum(np.maximum(points, 0, out=points), self.side, out=points)
+        return Polygons(points, counts)
 
     def _polygons(self, tile):
-        polygons, num_labels = self.dataset.segments[tile.index], len(self.dataset.labels[tile.index])
-        return Polygons.of(polygons) if len(polygons) else Polygons(NO_POLYGON, np.zeros(num_labels, np.int64))
+        """The polygons of a picture as they are in its label file: (points [k x 2], counts [n])."""
+        polygons = self.dataset.segments[tile.index]
+        if len(polygons):
+            polygons = Polygons.of(polygons)
+            return polygons.points, polygons.counts
+        return NO_POLYGON, np.zeros(len(self.dataset.labels[tile.index]), np.int64)
 
     def __getitem__(self, slices):
         """Pixels of `mosaic[y1:y2, x1:x2]` [h x w x 3]; reads only the pictures that show there."""
@@ -207,13 +221,15 @@ def load_samples(dataset, index):
 
 
 def _warped(mosaic, hyp, border):
-    labels, segments = mosaic.labels(), mosaic.segments()
-    canvas = None
+    labels, canvas, segments = mosaic.labels(), None, None
     if hyp["copy_paste"]:
         canvas = mosaic[:, :]
-        canvas, labels, segments = copy_paste(canvas, labels, segments, hyp["copy_paste"])
+        canvas, labels, segments = copy_paste(canvas, labels, mosaic.segments(), hyp["copy_paste"])
     ranges = (hyp[name] for name in ("degrees", "translate", "scale", "shear", "perspective"))
     warp = draw_warp(mosaic.side, mosaic.side, *ranges, border)
     if canvas is None:
         canvas = mosaic.painted(warp.source_area())
+    if segments is None:  # those whose box cannot be seen would be dropped in the end
+        near = warp.may_show(labels[:, 1:])
+        labels, segments = labels[near], mosaic.segments(near)
     return warp.image(canvas), warp_labels(labels, segments, warp)
