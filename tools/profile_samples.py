@@ -25,14 +25,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.bench_samples import make_dataset
-from utils import augment, datasets, finishing, mosaic
+from utils import augment, datasets, finishing, late_warp, mosaic
 from utils.hyp import load_hyp
 
 STEPS = {
     "draw the mosaic": [(mosaic, "draw_mosaic4"), (mosaic, "draw_mosaic9")],
     "labels in pixels": [(mosaic.Mosaic, "labels"), (mosaic.Mosaic, "segments")],
     "draw the warp": [(mosaic, "draw_warp")],
-    "paint": [(mosaic.Mosaic, "painted"), (mosaic.Mosaic, "__getitem__")],
+    "paint": [(mosaic.Mosaic, "paint")],
     "warp the picture": [(augment.Warp, "image")],
     "warp the labels": [(mosaic, "warp_labels")],
     "mixup": [(datasets, "mixup")],
@@ -71,7 +71,9 @@ class Clock:
 
 def profile(dataset, num_samples, later, seed):
     """Microseconds per sample of each step, as a dict."""
-    place, recipe = np.empty(3 * dataset.img_size**2, np.uint8), np.empty(finishing.RECIPE, np.uint8)
+    size = dataset.img_size
+    place = np.empty(3 * size**2, np.uint8)
+    recipe = np.empty(finishing.recipe_bytes(size, late_warp.warps_in_fixed_point(size)), np.uint8)
     dataset.new_image = lambda shape, dtype: place[: int(np.prod(shape))].reshape(shape)
     dataset.finish = finishing.Later() if later else finishing.AtOnce()
     random.seed(seed)
@@ -124,7 +126,9 @@ def main():
                 )
                 for header, steps in columns_of(dataset, options):
                     table[f"{size} {name} {kind}, {header}"] = steps
-    print(f"\nOpenCV {cv2.__version__}, NumPy {np.__version__}; microseconds per sample, medians of {options.repeats}\n")
+    print(
+        f"\nOpenCV {cv2.__version__}, NumPy {np.__version__}; microseconds per sample, medians of {options.repeats}\n"
+    )
     print("| step | " + " | ".join(table) + " |\n" + "|---" * (len(table) + 1) + "|")
     for step in [*STEPS, "the rest"]:
         print(f"| {step} | " + " | ".join(f"{column[step]:,.0f}" for column in table.values()) + " |")

@@ -91,10 +91,10 @@ class Warp:
         moved = homogeneous @ self.matrix.T
         return moved[:, :2] / moved[:, 2:] if self.has_perspective else moved[:, :2]
 
-    def image(self, img):
-        """The output picture [h x w x 3] of `img` [h x w x 3, or 4 with a last one to ignore].
+    def image(self, img, out=None):
+        """The output picture [h x w x 3] of `img` [h x w x 3, or 4 with a last one to ignore], in `out` if given.
 
-        It is `img` itself if nothing would change.
+        It is `img` itself, of three channels, if nothing would change.
         """
         size, border = (self.width, self.height), (GREY, GREY, GREY, GREY)
         if img.shape[2] == 3:
@@ -106,7 +106,7 @@ class Warp:
             cv2.warpPerspective(img, self.matrix, dsize=size, dst=warped, borderValue=border)
         else:
             cv2.warpAffine(img, self.matrix[:2], dsize=size, dst=warped, borderValue=border)
-        return cv2.cvtColor(warped, cv2.COLOR_BGRA2BGR)
+        return cv2.cvtColor(warped, cv2.COLOR_BGRA2BGR, dst=out)
 
     def source_area(self):
         """Box (x1, y1, x2, y2) outside of which no source pixel is read; infinite if the horizon is in the picture."""
@@ -313,7 +313,7 @@ def _all_pairs():
 
 
 def _weighted(img1, img2, ratio, offset):
-    """The weighted sum plus `offset`, cut off: in nine of ten cases the same as in exact arithmetic, ten times as fast."""
+    """The weighted sum plus `offset`, cut off; with most ratios the same as `blended`, in a tenth of the time."""
     return cv2.addWeighted(img1, ratio, img2, 1 - ratio, offset - 0.5)
 
 

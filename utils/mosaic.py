@@ -114,9 +114,9 @@ class Mosaic:
         """Pixels of `mosaic[y1:y2, x1:x2]` [h x w x 3]; reads only the pictures that show there."""
         rows, columns = slices
         (y1, y2, _), (x1, x2, _) = rows.indices(self.side), columns.indices(self.side)
-        canvas = np.empty((y2 - y1, x2 - x1, 3), np.uint8)
-        self._paint(canvas, x1, y1, (x1, y1, x2, y2))
-        return canvas
+        part = np.empty((y2 - y1, x2 - x1, 3), np.uint8)
+        self.paint(part, x1, y1)
+        return part
 
     def painted(self, visible_area):
         """A canvas [side x side x 4, the last channel without meaning], painted inside `visible_area` (x1, y1, x2, y2).
@@ -125,18 +125,18 @@ class Mosaic:
         """
         x1, y1, x2, y2 = (int(min(max(value, 0), self.side)) for value in visible_area)
         canvas = reused("mosaic", self.side, self.side, 4)
-        self._paint(canvas[y1 : y2 + 1, x1 : x2 + 1], x1, y1, visible_area)
+        self.paint(canvas[y1 : y2 + 1, x1 : x2 + 1], x1, y1)
         return canvas
 
-    def _paint(self, canvas, left, top, visible_area):
-        """Paint `canvas` [h x w x 3 or 4], the part of the mosaic that begins at (left, top)."""
-        seen_x1, seen_y1, seen_x2, seen_y2 = visible_area
+    def paint(self, part, left, top):
+        """Paint `part` [h x w x 3 or 4] of the canvas, which begins at (left, top); reads the pictures that show."""
         origin_x, origin_y = self.window or (0, 0)
-        canvas[...] = GREY
-        for tile in self.tiles:
-            x, y = tile.x - origin_x, tile.y - origin_y
-            if x < seen_x2 and y < seen_y2 and x + tile.width > seen_x1 and y + tile.height > seen_y1:
-                _paste(canvas, self._picture(tile), x - left, y - top)
+        places = [_Place.of(part, tile, tile.x - origin_x - left, tile.y - origin_y - top) for tile in self.tiles]
+        if sum(place.area for place in places) < part.shape[0] * part.shape[1]:  # tiles do not overlap
+            part[...] = GREY
+        for tile, place in zip(self.tiles, places, strict=True):
+            if place.area:
+                place.paste(part, self._picture(tile))
 
     def _picture(self, tile):
         img, _, shape = load_image(self.dataset, tile.index)
@@ -148,18 +148,36 @@ class Mosaic:
         return img
 
 
-def _paste(canvas, img, x, y):
-    """Copy `img` into `canvas` [h x w x 3 or 4] with its top left corner at (x, y); what lies outside is cut off."""
-    height, width = canvas.shape[:2]
-    left, top = max(x, 0), max(y, 0)
-    right, bottom = min(x + img.shape[1], width), min(y + img.shape[0], height)
-    if left >= right or top >= bottom:
-        return
-    shown, place = img[top - y : bottom - y, left - x : right - x], canvas[top:bottom, left:right]
-    if canvas.shape[2] == 3:
-        place[...] = shown
-    else:
-        cv2.cvtColor(shown, cv2.COLOR_BGR2BGRA, dst=place)
+class _Place(NamedTuple):
+    """The part of a canvas that a tile covers, perhaps nothing, and where the tile begins."""
+
+    x: int
+    y: int
+    left: int
+    top: int
+    right: int
+    bottom: int
+
+    @classmethod
+    def of(cls, canvas, tile, x, y):
+        """The place of a `tile` with its top left corner at (x, y) of `canvas`; what lies outside is cut off."""
+        height, width = canvas.shape[:2]
+        left, top = max(x, 0), max(y, 0)
+        right, bottom = min(x + tile.width, width), min(y + tile.height, height)
+        return cls(x, y, left, top, max(right, left), max(bottom, top))
+
+    @property
+    def area(self):
+        return (self.right - self.left) * (self.bottom - self.top)
+
+    def paste(self, canvas, img):
+        """Copy what shows of `img` [h x w x 3] into `canvas` [h x w x 3 or 4]."""
+        shown = img[self.top - self.y : self.bottom - self.y, self.left - self.x : self.right - self.x]
+        place = canvas[self.top : self.bottom, self.left : self.right]
+        if canvas.shape[2] == 3:
+            place[...] = shown
+        else:
+            cv2.cvtColor(shown, cv2.COLOR_BGR2BGRA, dst=place)
 
 
 def _shape(dataset, index):
@@ -221,15 +239,13 @@ def load_samples(dataset, index):
 
 
 def _warped(mosaic, hyp, border):
-    labels, canvas, segments = mosaic.labels(), None, None
+    ranges = [hyp[name] for name in ("degrees", "translate", "scale", "shear", "perspective")]
+    labels = mosaic.labels()
     if hyp["copy_paste"]:
-        canvas = mosaic[:, :]
-        canvas, labels, segments = copy_paste(canvas, labels, mosaic.segments(), hyp["copy_paste"])
-    ranges = (hyp[name] for name in ("degrees", "translate", "scale", "shear", "perspective"))
+        canvas, labels, segments = copy_paste(mosaic[:, :], labels, mosaic.segments(), hyp["copy_paste"])
+        warp = draw_warp(mosaic.side, mosaic.side, *ranges, border)
+        return warp.image(canvas), warp_labels(labels, segments, warp)
     warp = draw_warp(mosaic.side, mosaic.side, *ranges, border)
-    if canvas is None:
-        canvas = mosaic.painted(warp.source_area())
-    if segments is None:  # those whose box cannot be seen would be dropped in the end
-        near = warp.may_show(labels[:, 1:])
-        labels, segments = labels[near], mosaic.segments(near)
-    return warp.image(canvas), warp_labels(labels, segments, warp)
+    near = warp.may_show(labels[:, 1:])  # the others would be dropped in the end
+    labels = warp_labels(labels[near], mosaic.segments(near), warp)
+    return mosaic.dataset.finish.warped(mosaic, warp), labels
