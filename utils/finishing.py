@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from utils.augment import apply_tables
-from utils.late_warp import Unwarped, grid_bytes, warp_with_grid, whole
+from utils.late_warp import ROOM, Unwarped, grid_bytes, warp_with_grid, whole
 
 HUES = 180
 TABLES = 3 * 256  # bytes of the tables in a recipe
@@ -78,15 +78,20 @@ class Later:
         return img
 
     def pixels(self, img, new_image):
-        """The picture [h x w x 3: BGR] itself, or in its place the part of a mosaic that the GPU has to warp."""
-        picture = new_image(img.shape, np.uint8)
+        """The picture [h x w x 3: BGR] itself, or the part of a mosaic that the GPU has to warp.
+
+        Where there is a choice, the picture is the upper part of [ROOM * h x w x 3].
+        """
+        height, width, _ = img.shape
+        may_wait = len(self.recipe) > RECIPE
+        place = new_image((ROOM * height if may_wait else height, width, 3), np.uint8)
         if not isinstance(img, Unwarped):
-            picture[:] = img
-        elif len(self.recipe) > RECIPE and img.write(picture, self.recipe[RECIPE:].view(np.int32)):
+            place[:height] = img
+        elif may_wait and img.write(place, self.recipe[RECIPE:].view(np.int32)):
             self.recipe[UNWARPED] = 1
         else:
-            img.whole(out=picture)
-        return picture
+            img.whole(out=place[:height])
+        return place
 
 
 def recipe_bytes(size, warp_later):
@@ -95,7 +100,10 @@ def recipe_bytes(size, warp_later):
 
 
 class Unfinished(NamedTuple):
-    """A batch of pictures with what is left to do: pixels uint8 [b x h x w x 3: BGR], recipes uint8 [b x bytes]."""
+    """A batch of pictures with what is left to do: pixels uint8 [b x rows x w x 3: BGR], recipes uint8 [b x bytes].
+
+    There are h rows, or ROOM times as many where recipes tell of warps.
+    """
 
     pixels: torch.Tensor
     recipes: torch.Tensor
@@ -103,12 +111,18 @@ class Unfinished(NamedTuple):
     def __len__(self):
         return len(self.pixels)
 
+    @property
+    def image_shape(self):
+        """(b, h, w, 3)."""
+        batch, rows, width, channels = self.pixels.shape
+        return batch, rows // ROOM if self.recipes.shape[1] > RECIPE else rows, width, channels
+
     def finished(self, out=None):
         """The images [b x 3 x h x w: RGB] in channels-last order, on the device where the pixels are.
 
         `out` [b x h x w x 3] takes their bytes. On a GPU the work is queued on the current stream.
         """
-        out = torch.empty_like(self.pixels) if out is None else out
+        out = self.pixels.new_empty(self.image_shape) if out is None else out
         if self.pixels.is_cuda:
             from utils.finishing_kernel import finish
 
@@ -121,7 +135,10 @@ class Unfinished(NamedTuple):
 
 def _finish(picture, recipe, place):
     """One picture, on the host."""
-    img = warp_with_grid(picture, recipe[RECIPE:].view(np.int32)) if recipe[UNWARPED] else picture.copy()
+    if recipe[UNWARPED]:
+        img = warp_with_grid(picture, recipe[RECIPE:].view(np.int32))
+    else:
+        img = picture[: len(place)].copy()
     if recipe[RECOLOURED]:
         apply_tables(img, recipe[:TABLES].reshape(3, 256))
     for is_wanted, axis in ((recipe[UPSIDE_DOWN], 0), (recipe[MIRRORED], 1)):

@@ -48,7 +48,7 @@ def _warped(picture, grid, row, column, width, inside, HEADER: tl.constexpr, FRA
 
 
 @triton.jit
-def _kernel(pictures, recipes, grids, recipe_bytes, divisions, colours, images, height, width,
+def _kernel(pictures, rows, recipes, grids, recipe_bytes, divisions, colours, images, height, width,
             RECIPE: tl.constexpr, RECOLOURED: tl.constexpr, UPSIDE_DOWN: tl.constexpr, MIRRORED: tl.constexpr,
             UNWARPED: tl.constexpr, HEADER: tl.constexpr, FRACTION: tl.constexpr, OUTSIDE: tl.constexpr,
             BLOCK: tl.constexpr):  # fmt: skip
@@ -59,7 +59,7 @@ def _kernel(pictures, recipes, grids, recipe_bytes, divisions, colours, images, 
     row, column = place // width, place % width
     row = tl.where(tl.load(recipe + UPSIDE_DOWN) != 0, height - 1 - row, row)
     column = tl.where(tl.load(recipe + MIRRORED) != 0, width - 1 - column, column)
-    picture = pictures + number * height * width * 3
+    picture = pictures + number * rows * width * 3
     if tl.load(recipe + UNWARPED) != 0:
         blue, green, red = _warped(picture, grid, row, column, width, inside, HEADER, FRACTION, OUTSIDE)
     else:
@@ -85,10 +85,10 @@ def _kernel(pictures, recipes, grids, recipe_bytes, divisions, colours, images, 
 
 
 def finish(pictures, recipes, tables, images):
-    """Write the finished `images` [b x h x w x 3: RGB] of `pictures` [b x h x w x 3: BGR] and `recipes`, all uint8."""
-    batch, height, width, _ = pictures.shape
+    """Write the `images` [b x h x w x 3: RGB] of `pictures` [b x rows x w x 3: BGR] and their `recipes`, all uint8."""
+    batch, height, width, _ = images.shape
     _kernel[triton.cdiv(height * width, BLOCK), batch](
-        pictures, recipes, recipes.view(torch.int32), recipes.shape[1], tables.divisions, tables.colours, images,
-        height, width, RECIPE, RECOLOURED, UPSIDE_DOWN, MIRRORED, UNWARPED, HEADER, FRACTION, OUTSIDE, BLOCK,
-        num_warps=4,
+        pictures, pictures.shape[1], recipes, recipes.view(torch.int32), recipes.shape[1],
+        tables.divisions, tables.colours, images, height, width,
+        RECIPE, RECOLOURED, UPSIDE_DOWN, MIRRORED, UNWARPED, HEADER, FRACTION, OUTSIDE, BLOCK, num_warps=4,
     )  # fmt: skip
