@@ -1,5 +1,5 @@
 # make train   set up .venv, draw the embedded data set, train yolov7-tiny on it, print the result
-# make test    set up .venv, run the test suite
+# make test    set up .venv, run the test suite in two processes (TEST_PROCESSES=0: in one, for tests on a GPU)
 # make lint    set up .venv, check style and format
 # make smoke   set up .venv, try training, resume, overfitting and precision in a few minutes, PASS or FAIL for each
 # Any variable below can be given on the command line: make train EPOCHS=60 PYTHON=python3.12
@@ -7,6 +7,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 PIP_FLAGS ?=
+TEST_PROCESSES ?= 2
 PYTEST_FLAGS ?=
 
 TRAIN_IMAGES ?= 480
@@ -38,8 +39,10 @@ train: shapes
 	@echo "weights: $(RESULT)/weights/best.pt"
 	@echo "pictures:"; ls $(RESULT)/*.png $(RESULT)/*.jpg | sed 's/^/  /'
 
+# A file stays in one process, so that its tests share what they prepare; one thread for each process.
+test: export OMP_NUM_THREADS := 1
 test: $(INSTALLED)
-	$(RUN) -m pytest $(PYTEST_FLAGS)
+	$(RUN) -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(PYTEST_FLAGS)
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .

@@ -47,7 +47,7 @@ def main(opt):
         print(explain(build_model(opt, hyp, data, device)[0], hyp, data.nc, opt.img_size[0]))
         return
     dist.start_processes(ranks, device)
-    auto_batch.settle(opt, hyp, data.nc, device, ranks, lambda: build_model(opt, hyp, data, device)[0], make_twin)
+    auto_batch.settle(opt, hyp, data, device, ranks, lambda: build_model(opt, hyp, data, device)[0], make_twin)
     if opt.evolve:
         open_run_folder(opt, ranks)
         evolve(partial(train, opt=opt, data=data, device=device, ranks=ranks), hyp, opt.save_dir, opt.evolve)

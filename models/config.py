@@ -22,6 +22,7 @@ MAX_ENTRIES = 100_000  # a few lines with aliases can stand for more entries tha
 MAX_CHANNELS = 100_000  # classes or channels; more are a slip of the finger that would fill the memory
 MAX_REPEATS = 1000  # of a layer
 MAX_ANCHORS = 100  # for a level
+MAX_SIDE = 1e6  # of an anchor, pixels
 MAX_SHOWN = 300  # characters of a value in a message
 REQUIRED_KEYS = ("nc", "depth_multiple", "width_multiple", "anchors", "backbone", "head")
 
@@ -84,7 +85,10 @@ def _load(path, where):
 
 
 def _is_bounded(content):
-    """Whether lists and mappings hold at most MAX_ENTRIES things, those counted again that are named again."""
+    """Whether lists and mappings hold at most MAX_ENTRIES things, those counted again that are named again.
+
+    utils/data_yaml.py has the same for other files: models/ imports nothing of utils/, and utils/ nothing of models/.
+    """
     waiting, count = [content], 0
     while waiting and count <= MAX_ENTRIES:
         entry = waiting.pop()
@@ -165,8 +169,8 @@ def level_anchors(anchors, num_levels):
     if len(anchors) != num_levels or len(lengths) != 1 or min(lengths) < 2 or min(lengths) % 2:
         wanted = f"{num_levels} levels need {num_levels} equally long anchor lists w,h,w,h,..."
         raise ValueError(f"{wanted}, not {short(anchors)}")
-    if not all(_is_number(side) for level in anchors for side in level):
-        raise ValueError(f"anchors must be numbers of pixels, not {short(anchors)}")
+    if not all(_is_number(side) and 0 < side < MAX_SIDE for level in anchors for side in level):
+        raise ValueError(f"anchors must be numbers of pixels above 0 and below {MAX_SIDE:g}, not {short(anchors)}")
     return anchors
 
 

@@ -5,10 +5,11 @@ python tests/bench_loss.py [--short] [--seconds 1] [--device cpu --threads 2] [-
 Prints a markdown table, and writes it with a json of every number and a plot into --out. Milliseconds are medians with
 the smallest and the largest in brackets; both sides run in this one process, on float32 predictions (as the heads give
 them) under float16 autocast on a GPU. `step` is forward + backward, targets on the device for the reference and on the
-host for the fast losses, whose work on the host is part of it; `prepare` is that work alone, `compute` the step without
-it, `graph` the replay of a captured `compute`; `assign` is the assignment alone, from prepared candidates on the fast
-side. Kernels, waits (synchronisations) and MB (memory beyond what was there, the gradient included) are those of one
-step. The second table compares OTA with the plain loss, both fast.
+host for the fast losses, whose work on the host is part of it; on a GPU these replay a CUDA graph of their own, and
+`eager` is the step without it. `prepare` is the work on the host alone, `compute` the eager step without that, `graph`
+the replay of a captured `compute`; `assign` is the assignment alone, from prepared candidates on the fast side.
+Kernels, launches (what the host starts: kernels, copies, graphs), waits (synchronisations) and MB (memory beyond what
+was there, the gradient included) are those of one step. The second table compares OTA with the plain loss, both fast.
 """
 
 import argparse
@@ -79,17 +80,21 @@ def measure(function, device, most=50, seconds=1.0):
 
 
 def count(function):
-    """(kernels, synchronisations) of one call on a GPU."""
+    """Kernels, launches and waits (synchronisations) of one call on a GPU."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=activities) as profile:
         function()
     names = [(event.name, event.device_type) for event in profile.events()]
     on_gpu = [name for name, kind in names if kind == torch.autograd.DeviceType.CUDA]
+    calls = [name for name, kind in names if kind != torch.autograd.DeviceType.CUDA]
+    launches = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
     waits = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
-    kernels = sum(not name.startswith(("Memcpy", "Memset")) for name in on_gpu)
-    # leaving the profiler waits for the device once
-    return kernels, max(sum(name in waits for name, _ in names) - 1, 0)
+    return {
+        "kernels": sum(not name.startswith(("Memcpy", "Memset")) for name in on_gpu),
+        "launches": sum(name.startswith(launches) for name in calls),
+        "waits": max(sum(name in waits for name in calls) - 1, 0),  # leaving the profiler waits for the device once
+    }
 
 
 def peak_memory(function):
@@ -185,7 +190,7 @@ def run(case, kind, device, seconds):
         if assigner:
             numbers["assign"] = timed(assigner, device)
         if device.type == "cuda":
-            numbers["kernels"], numbers["waits"] = count(step)
+            numbers |= count(step)
             numbers["MB"] = peak_memory(step)
         row[side] = numbers
     fast, shapes = KINDS[kind][1](model), [prediction.shape for prediction in predictions]
@@ -197,13 +202,17 @@ def run(case, kind, device, seconds):
     row["fast"]["compute"] = timed(compute, device)
     if device.type == "cuda":
         row["fast"]["graph"] = timed(graph_replay(compute), device)
+        fast.graphs.is_off = True
+        eager = stepper(fast, predictions, targets, images, device)
+        row["fast"]["eager"] = timed(eager, device)
     row["speed-up"] = row["reference"]["step"][0] / row["fast"]["step"][0]
     return row
 
 
 COLUMNS = ("batch", "boxes", "classes", "pixels", "loss")
-NUMBERS = {"reference": ("step", "assign", "kernels", "waits", "MB"),
-           "fast": ("step", "prepare", "compute", "graph", "assign", "kernels", "waits", "MB")}  # fmt: skip
+COUNTS = ("kernels", "launches", "waits", "MB")
+NUMBERS = {"reference": ("step", "assign", *COUNTS),
+           "fast": ("step", "eager", "prepare", "compute", "graph", "assign", *COUNTS)}  # fmt: skip
 
 
 def table(rows):

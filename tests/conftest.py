@@ -1,6 +1,7 @@
 """What every test shares: one thread, the checkout on the path, and the parity table at the end."""
 
 import logging
+import signal
 import sys
 from pathlib import Path
 
@@ -13,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests import parity  # noqa: E402  (needs the path above)
 
 cv2.setNumThreads(0)
+# A run in the background and the processes of `pytest -n` ignore it, and so would every program that a test starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
@@ -32,28 +35,21 @@ def log_level():
     logging.root.setLevel(before)
 
 
-@pytest.fixture
-def no_pictures(monkeypatch):
-    """Runs draw nothing: pictures take longer than the training of so small a model, and have tests of their own."""
-    import test
-    import train
-
-    report, evaluate = train.open_report, test.evaluate
-
-    def open_report(*args):
-        opened = report(*args)
-        opened.pictures = False
-        return opened
-
-    monkeypatch.setattr(train, "open_report", open_report)
-    for program in (train, test):
-        monkeypatch.setattr(program, "evaluate", lambda *args, **kw: evaluate(*args, **(kw | {"picture_dir": None})))
-
-
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_sessionfinish(session):
+    """One of the processes of `pytest -n` hands on what it has compared."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["parity"] = parity.as_rows()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    parity.add_rows(getattr(node, "workeroutput", {}).get("parity", []))
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import train  # noqa: E402  (needs the path above)
 from tests import small_run  # noqa: E402
-from utils import cli, full_state, plots  # noqa: E402
+from utils import cli, full_state, plots, report  # noqa: E402
 from utils.checkpoint import Checkpoints, read_checkpoint  # noqa: E402
 
 MOMENTS = ("time",) * 4 + ("file",) * 2 + ("checkpoint",) * 3 + ("validation",) * 2 + ("results", "last steps")
@@ -249,8 +249,10 @@ def main(arguments=None):
     parser.add_argument("--flags", default="", help="more flags of train.py, e.g. '--seed 1 --workers 2'")
     opt = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    for name in ("plot_curves", "plot_confusion_matrix"):  # they would take longer than everything else
-        setattr(plots, name, lambda *arguments: None)
+    # charts would take longer than everything else; batches are drawn
+    for module, names in ((plots, ("plot_curves", "plot_confusion_matrix")), (report, ("plot_labels", "plot_results"))):
+        for name in names:
+            setattr(module, name, lambda *arguments: None)
     rng, rows, failed, number = random.Random(opt.seed), [], 0, 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

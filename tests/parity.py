@@ -6,7 +6,7 @@ of the same layout.
 
 import os
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,12 @@ class Tally:
     within: int = 0
     largest_difference: float = 0.0
     where: str = ""
+
+    def add(self, other):
+        self.exact += other.exact
+        self.within += other.within
+        if other.largest_difference > self.largest_difference:
+            self.largest_difference, self.where = other.largest_difference, other.where
 
 
 TALLIES = defaultdict(Tally)
@@ -59,6 +65,17 @@ def check(group, name, actual, expected, rtol=0.0, atol=0.0, max_outlier_share=0
 
 def _numpy(value):
     return value.detach().cpu().numpy() if hasattr(value, "detach") else value
+
+
+def as_rows():
+    """The books as (group, *fields of its Tally), for another process."""
+    return [(group, *astuple(tally)) for group, tally in TALLIES.items()]
+
+
+def add_rows(rows):
+    """Add the books of another process."""
+    for group, *fields in rows:
+        TALLIES[group].add(Tally(*fields))
 
 
 def table():

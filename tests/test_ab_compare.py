@@ -66,6 +66,12 @@ def test_sides():
     assert Side.parse("A", "").in_words() == "no flag"
 
 
+def test_a_side_of_a_single_flag():
+    options = ab_compare.parse(["--args", "--notest", "--a", "", "--b", "--fast", "--repeats", "2"])
+    assert (options.args, options.a, options.b, options.repeats) == ("--notest", "", "--fast", 2)
+    assert ab_compare.parse(["--args=--notest", "--b=--fast"]).b == "--fast"
+
+
 def test_cells():
     assert ab_compare.cell([1.0, 3.0, 2.0], "{:.1f}") == "2.0 (1.0 to 3.0)"
     assert ab_compare.cell([None, 2.0], "{:.1f}") == "2.0"

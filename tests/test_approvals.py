@@ -143,6 +143,12 @@ def tool(tmp_path, monkeypatch):
     return lambda *words: approve.perform(approve.parse([*place, *words]))
 
 
+@pytest.mark.parametrize("line", ["--out x run 1", "run 1 --out x", "run --out x 1"])
+def test_places_before_or_after_the_command(line):
+    options = approve.parse(line.split())
+    assert (options.out, options.stage) == ("x", 1) and options.approvals.endswith("approvals.json")
+
+
 def test_run_and_approve(tool, tmp_path, capsys):
     with pytest.raises(ValueError, match="stage 2 .* does not run before stage 1"):
         tool("run", "2")

@@ -140,6 +140,13 @@ def test_pieces_cover_all_pairs():
         assert all(piece.num_pairs <= most or piece.last_target - piece.first_target == 1 for piece in pieces)
 
 
+def test_sortable_integers_have_the_order_of_the_numbers():
+    numbers = torch.tensor([-torch.inf, -2.5, -1e-30, 0.0, 1e-30, 1.0, 3e38, torch.inf])
+    ranks = assign_batched.sortable(numbers)
+    assert ranks.dtype == torch.int32 and (ranks.diff() > 0).all()
+    assert ranks[3] == 0
+
+
 def test_a_crowded_batch_is_told_once(caplog, monkeypatch):
     monkeypatch.setattr(assign_batched, "_told", set())
     with caplog.at_level(logging.WARNING):

@@ -3,6 +3,7 @@
 import logging
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -55,6 +56,22 @@ def test_traceback_on_request(monkeypatch):
     monkeypatch.setenv("YOLOV7FAST_TRACEBACK", "1")
     with pytest.raises(ValueError, match="broken"):
         cli.run(raises(ValueError("broken")), None)
+
+
+def test_a_file_that_fails_in_a_thread_is_one_line(monkeypatch, capsys, caplog):
+    """A daemon of TensorBoard's that finds the disk full; an error of the code stays a traceback."""
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+
+    def main(opt):
+        for error in (OSError(28, "No space left on device"), TypeError("a bug")):
+            thread = threading.Thread(target=raises(error), args=(opt,))
+            thread.start()
+            thread.join()
+
+    cli.run(main, None)
+    assert caplog.messages == ["a file is not complete: [Errno 28] No space left on device"]
+    err = capsys.readouterr().err
+    assert "TypeError: a bug" in err and "No space" not in err
 
 
 def test_nothing_to_do_is_no_error(caplog):

@@ -7,7 +7,7 @@ import torch
 
 from tests import step_cases
 from tests.step_cases import assert_equal_runs, batches, new_training
-from utils import assign_batched, cuda_graph
+from utils import assign_batched, cuda_graph, loss_graph
 from utils.cuda_graph import GraphSteps
 from utils.fast_step import FastSteps
 
@@ -45,7 +45,7 @@ class OnCPU(GraphSteps):
 def crowds_are_rare(request, monkeypatch):
     """The random batches differ a lot in size; only the tests about crowds tell them apart."""
     if "crowded" not in request.node.name:
-        monkeypatch.setattr(cuda_graph, "CROWDED", 1000.0)
+        monkeypatch.setattr(loss_graph, "CROWDED", 1000.0)
 
 
 def compare(kind, num_steps=24, sizes=(step_cases.BATCH,), interval=4, **options):
@@ -77,11 +77,11 @@ def test_too_many_shapes_are_trained_without_a_graph(monkeypatch):
 
 
 def test_room_grows_with_the_batches(monkeypatch):
-    monkeypatch.setattr(cuda_graph, "SPARE", 1.0)
+    monkeypatch.setattr(loss_graph, "SPARE", 1.0)
     steps = compare(OnCPU)
     (shape,) = steps.shapes.values()
     assert steps.counts["captured"] > 2 and len(shape.graphs) <= 2
-    assert all(captured.plans[0].sizes == shape.room[0] for captured in shape.graphs.values())
+    assert all(captured.plans[0].sizes == shape.room.sizes[0] for captured in shape.graphs.values())
 
 
 def test_crowded_batches_go_without():
@@ -95,7 +95,7 @@ def test_crowded_batches_go_without():
 
 
 def test_many_crowded_batches_enlarge_the_graph(monkeypatch):
-    monkeypatch.setattr(cuda_graph, "FEW", 1)
+    monkeypatch.setattr(loss_graph, "FEW", 1)
     steps = OnCPU(new_training(batched=True))
     steps.begin_epoch()
     given = list(batches(6))

@@ -167,6 +167,11 @@ def test_spellings_of_the_same_classes(here, text):
         ("nc: true\nnames: [red]", "nc must be a whole number"),
         ("nc: .nan\nnames: [red]", "nc must be a whole number"),
         ("nc: 0\nnames: [red]", "nc must be a whole number"),
+        ("nc: -1\nnames: [red]", "nc must be a whole number"),
+        ("nc: '\u00b2'\nnames: [red, green]", "nc must be a whole number"),  # a digit, but no number
+        (f"nc: {10**400}\nnames: [red]", r"nc is 1000+\.\.\. but there are 1 names"),  # more than a float can hold
+        ("nc: 0x" + "f" * 5000 + "\nnames: [red]", "nc is a number of more than 4300 digits but"),
+        ("names: {0: red, '0': blue, 1: green}", "two keys of names are the same number"),
     ],
 )
 def test_classes_that_do_not_fit(here, text, message):
@@ -183,6 +188,14 @@ def test_names_that_yaml_does_not_read_as_text(here, caplog):
     assert classes(here, "names: [no, 7, stop]")[1] == ["False", "7", "stop"]
     assert "names[0] is read as False; put the name in quotes" in caplog.text
     assert len(caplog.messages) == 1
+
+
+def test_a_key_that_stands_twice_is_said(here, caplog):
+    text = "nc: 3\nnames:\n  0: red\n  1: blue\n  1: green\nnc: 2\nextra: {<<: {a: 1}, <<: {b: 2}}\n"
+    assert classes(here, text) == (2, ["red", "green"])
+    lines = ["data.yaml:8: 'nc' stands here once more; the last one counts",
+             "data.yaml:7: '1' stands here once more; the last one counts"]  # fmt: skip
+    assert caplog.messages == lines
 
 
 # --- broken files -----------------------------------------------------------------------------------------------------

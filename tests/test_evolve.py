@@ -23,6 +23,14 @@ def seeds(monkeypatch):
     random.seed(0)
 
 
+@pytest.fixture(autouse=True)
+def drawn(monkeypatch):
+    """Searches whose picture was asked for (folder); drawing takes seconds and is tested with the other pictures."""
+    folders = []
+    monkeypatch.setattr(search, "plot_evolution", lambda table, names, folder: folders.append(folder))
+    return folders
+
+
 def scored(fitness):
     return (0.1, 0.2, fitness, fitness, 0.01, 0.02, 0.03)
 
@@ -31,7 +39,7 @@ def rows_of(folder):
     return read_table(folder / "evolve.txt", NAMES)
 
 
-def test_generations_including_one_that_fails(tmp_path, caplog):
+def test_generations_including_one_that_fails(tmp_path, caplog, drawn):
     seen = []
 
     def train(hyp):
@@ -43,7 +51,7 @@ def test_generations_including_one_that_fails(tmp_path, caplog):
 
     start = dict(DEFAULTS)
     best = evolve(train, start, tmp_path, 4)
-    assert len(seen) == 4 and start == DEFAULTS
+    assert len(seen) == 4 and start == DEFAULTS and drawn == [tmp_path]
     assert {key: value for key, value in seen[0].items() if key != "box"} == {
         key: value for key, value in (DEFAULTS | {"anchors": 3}).items() if key != "box"
     }

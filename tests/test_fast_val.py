@@ -109,7 +109,7 @@ def test_a_run_validates_with_it_until_the_pictures(tmp_path, monkeypatch, caplo
 
     monkeypatch.setattr(fastpaths, "FastValidation", Counted)
     with caplog.at_level("INFO"):
-        folder = small_run.run(tmp_path, "--fast-val")
+        folder = small_run.run(tmp_path, "--fast-val", pictures=True)
     assert len(calls) == 1 and "fast_val.py" in caplog.text  # two epochs, the last one with pictures
     lines = (folder / "results.txt").read_text().splitlines()
     assert [float(word) for word in lines[0].split()[-7:]] == pytest.approx(calls[0].results, rel=1e-3)

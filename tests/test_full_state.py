@@ -14,7 +14,6 @@ from utils.checkpoint import read_checkpoint
 from utils.plots import read_results
 from utils.runs import NothingToDo
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
 SHORT_WARMUP = {"warmup_min_iters": 3, "warmup_epochs": 1.0}
 
 

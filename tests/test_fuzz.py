@@ -50,7 +50,7 @@ def run_what_is_there(file):
     ids=["good", "refusal", "no name", "bug", "death", "hang", "code"],
 )
 def test_faults_are_noticed(read, outcomes, canary, monkeypatch):
-    monkeypatch.setattr(fuzz, "PATIENCE", 0.5)
+    monkeypatch.setattr(fuzz, "PATIENCE", 2.0)
     results, found = fuzz.run_kind(faulty(read), 2, 0)
     assert [outcome for _, outcome, _, _ in results] == outcomes and found == canary
 

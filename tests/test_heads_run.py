@@ -26,13 +26,6 @@ HEADS = {
 parser_of_test.__test__ = False
 
 
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    for place in ("utils.plots.in_background", "utils.report.in_background", "utils.report.plot_results",
-                  "utils.plots.plot_curves", "utils.plots.plot_confusion_matrix"):  # fmt: skip
-        monkeypatch.setattr(place, lambda *_, **__: None)
-
-
 def heads_line(folder, *flags, heads=HEADS, **options):
     """The command line of a small run with several heads."""
     line = small_run.arguments(folder, **options)
@@ -69,7 +62,8 @@ def test_train_resume_and_score(tmp_path, caplog):
         ["--weights", str(folder / "weights" / "last.pt"), "--data", str(tmp_path / "data.yaml"), "--img", "64",
          "--device", "cpu", "--project", str(tmp_path / "tests"), "--one-class-score"]
     )  # fmt: skip
-    test.main(opt)
+    with small_run.drawing(pictures=False):
+        test.main(opt)
     table = [record.getMessage().split() for record in caplog.records if record.name == "test"]
     assert [row[0] for row in table[:5]] == ["all", "greens", "Head", "red", "green"]
     assert [row[-5] for row in table[:5]] == ["6", "3", "3", "3", "3"]  # labels

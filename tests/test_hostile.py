@@ -148,7 +148,7 @@ NAMES = [
 ]  # fmt: skip
 
 
-def test_names_are_only_names(tmp_path, no_pictures):
+def test_names_are_only_names(tmp_path):
     """Every odd name as a folder of the data set and as a picture in it; one as project, run and class."""
     folder = tmp_path / "it's $(touch canary) 名\n;"
     folder.mkdir()

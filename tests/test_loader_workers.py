@@ -15,7 +15,7 @@ from tqdm import tqdm
 from tests import golden_data
 from tests.loader_cases import make_loader
 from utils.datasets import LoadImagesAndLabels
-from utils.loader_workers import LoaderError
+from utils.loader_workers import LoaderError, about
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -126,6 +126,12 @@ def test_error_in_a_torch_worker(workers, folder, monkeypatch):
     with pytest.raises(LoaderError, match="the picture changed its size") as caught:
         list(loader)
     assert dataset.img_files[8] in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_error_names_its_file_once():
+    assert about("a/b.png", "out of memory") == "a/b.png: out of memory"
+    assert about("a/b.png", "a/b.png: cannot be opened") == "a/b.png: cannot be opened"
+    assert about("a\nb.png", "a\\nb.png: cannot be opened") == "a\\nb.png: cannot be opened"
 
 
 def resources():

@@ -91,7 +91,7 @@ def test_known_slopes_are_written_where_they_belong():
     rows = torch.arange(21.0).view(3, 7)
     objectness = torch.tensor([1.0, 2, 3, 4, 5])
     value = torch.tensor([7.0])
-    result = KnownSlopes.apply(value, torch.tensor([3, 1, 0]), (2, 1), rows, objectness, *predictions)
+    result = KnownSlopes.apply(value, torch.tensor([3, 1, 4]), rows, objectness, *predictions)
     assert result.item() == 7
     first, second = torch.autograd.grad(result * 2, predictions)
     expected = torch.zeros(4, 7)
@@ -104,7 +104,7 @@ def test_known_slopes_are_written_where_they_belong():
 def test_known_slopes_in_low_precision_are_scaled_before_they_are_rounded():
     prediction = torch.zeros(1, 1, 1, 1, 6, dtype=torch.float16, requires_grad=True)
     tiny = torch.full((1, 6), 1e-9)  # 0 in float16
-    result = KnownSlopes.apply(torch.zeros(1), torch.tensor([0]), (1,), tiny, torch.zeros(1), prediction)
+    result = KnownSlopes.apply(torch.zeros(1), torch.tensor([0]), tiny, torch.zeros(1), prediction)
     (gradient,) = torch.autograd.grad(result * 65536, prediction)
     assert gradient.dtype == torch.float16
     torch.testing.assert_close(gradient.float().flatten(), torch.full((6,), 6.5536e-5), rtol=1e-3, atol=0)

@@ -1,5 +1,7 @@
 """Reading configurations: stock-style text, safe arguments, and messages for everything that is wrong."""
 
+import math
+
 import pytest
 import torch
 import yaml
@@ -136,6 +138,8 @@ def test_wrong_rows(row, message):
         ([[6, 7, 8], 1, "IAuxDetect", ["nc", "anchors"]], "as many auxiliary"),
         ([[7, 8], 1, "IDetect", ["nc", [[1, 2, 3], [1, 2, 3]]]], "equally long"),
         ([[7, 8], 1, "IDetect", ["nc", [[1, "b"], [1, 2]]]], "numbers of pixels"),
+        ([[7, 8], 1, "IDetect", ["nc", [[0, 0], [1, 2]]]], "numbers of pixels above 0"),
+        ([[7, 8], 1, "IDetect", ["nc", [[1, math.inf], [1, 2]]]], "numbers of pixels above 0 and below 1e"),
         ([[7, 8], 1, "IDetect", ["nc", 0]], "anchors must be"),
         ([[7, 8], 1, "IDetect", ["many", "anchors"]], "number of classes"),
     ],

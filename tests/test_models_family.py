@@ -19,6 +19,7 @@ from tests.parity import GOLDEN, check
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = ("training", "deploy")
 FAMILY = json.loads((Path(__file__).parent / "golden" / "model" / "family.json").read_text())
+ORDERS = json.loads((GOLDEN / "model" / "param_groups.json").read_text())  # of three of them, not only as digests
 
 
 def digest(lines):
@@ -47,6 +48,14 @@ def counts(model):
     return [summary.parameters, len(model.state_dict()), summary.layers, f"{summary.gflops:.1f}"]
 
 
+def check_order(name, model):
+    golden = ORDERS[name]
+    check("model: names and order", f"{name} state", entries(model), golden["state_dict_keys"])
+    check("model: names and order", f"{name} savelist", model.save, golden["save"])
+    for group, key in zip(parameter_groups(model), ("pg0_no_decay", "pg1_decay", "pg2_bias"), strict=True):
+        check("model: names and order", f"{name} {key}", group, golden[key])
+
+
 @pytest.mark.parametrize("name", FAMILY)
 def test_structure(name, monkeypatch):
     monkeypatch.setattr(nn.Conv2d, "reset_parameters", lambda self: None)  # the numbers do not matter, and take seconds
@@ -59,6 +68,8 @@ def test_structure(name, monkeypatch):
     assert digest(lines) == facts["ordered"]
     assert [digest(group) for group in parameter_groups(model)] == facts["groups"]
     assert sum(len(group) for group in parameter_groups(model)) == len(list(model.parameters()))
+    if name in ORDERS:
+        check_order(name, model)
     model.fuse()
     assert counts(model) == facts["fused_counts"]
     assert digest(sorted(entries(model))) == facts["fused_sorted"]
@@ -84,11 +95,5 @@ def test_silu_variant_differs_in_the_activation_only():
     assert leaky == silu
 
 
-@pytest.mark.parametrize("name", ["training/yolov7-tiny", "training/yolov7", "training/yolov7-w6"])
-def test_order_of_names_and_savelist(name):
-    golden = json.loads((GOLDEN / "model" / "param_groups.json").read_text())[name]
-    model = Model(ROOT / "cfg" / f"{name}.yaml")
-    check("model: names and order", f"{name} state", entries(model), golden["state_dict_keys"])
-    check("model: names and order", f"{name} savelist", model.save, golden["save"])
-    for group, key in zip(parameter_groups(model), ("pg0_no_decay", "pg1_decay", "pg2_bias"), strict=True):
-        check("model: names and order", f"{name} {key}", group, golden[key])
+def test_orders_belong_to_the_family():
+    assert len(ORDERS) == 3 and set(ORDERS) <= set(FAMILY), "test_structure compares them"

@@ -1,8 +1,6 @@
 """Trainings as processes: how they end, what is read from them, nothing left behind; command lines with other words."""
 
-import os
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -45,10 +43,10 @@ def test_a_failed_run_says_why(tmp_path, hyp):
 
 def test_a_run_is_stopped_with_its_workers(tmp_path, hyp, monkeypatch):
     monkeypatch.setenv("FAKE_SECONDS", "0.3")
-    seen = []
+    seen, before = [], children()
 
     def stop_after_two(rows):
-        seen.append([child.pid for child in psutil.Process().children(recursive=True)])
+        seen.append(children() - before)
         return "enough" if len(rows) >= 2 else None
 
     run = fake(tmp_path / "one", hyp, "--epochs", 50, "--workers", 2, on_epoch=stop_after_two)
@@ -61,6 +59,11 @@ def test_a_run_is_stopped_with_its_workers(tmp_path, hyp, monkeypatch):
     assert not any(map(is_running, seen[-1]))
 
 
+def children():
+    """Ids of all processes below this one; other tests may have left some."""
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
 def is_running(pid):
     """Not only a process that nobody has asked for its exit status."""
     try:
@@ -70,22 +73,24 @@ def is_running(pid):
 
 
 def test_a_run_that_hangs_is_ended(tmp_path, hyp, monkeypatch):
-    monkeypatch.setenv("FAKE_SECONDS", "60")
+    monkeypatch.setenv("FAKE_SECONDS", "600")
     started = time.monotonic()
     run = fake(tmp_path / "one", hyp, timeout=0.5)
     assert (run.status, run.message) == ("failed", "no end after 0 s: the run was stopped")
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 300
 
 
 def test_an_interruption_ends_the_run_too(tmp_path, hyp, monkeypatch):
-    monkeypatch.setenv("FAKE_SECONDS", "60")
-    before = {child.pid for child in psutil.Process().children()}
-    timer = threading.Timer(0.7, lambda: os.kill(os.getpid(), 2))
-    timer.start()
+    monkeypatch.setenv("FAKE_SECONDS", "0.3")
+    before = children()
+
+    def interrupt(rows):
+        assert children() > before
+        raise KeyboardInterrupt
+
     with pytest.raises(KeyboardInterrupt):
-        fake(tmp_path / "one", hyp)
-    timer.join()
-    assert {child.pid for child in psutil.Process().children()} <= before
+        fake(tmp_path / "one", hyp, "--epochs", 50, on_epoch=interrupt)
+    assert children() <= before
 
 
 def test_a_killed_process_is_named_by_its_signal():

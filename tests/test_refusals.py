@@ -143,7 +143,7 @@ def test_places_that_cannot_be_written_to(tmp_path, capsys):
     refused("train", line, tmp_path, "no run folder can be made in .*runs .*file is a file.; choose another", capsys)
 
 
-def test_what_is_repaired_is_said(tmp_path, capsys, caplog, no_pictures):
+def test_what_is_repaired_is_said(tmp_path, capsys, caplog):
     """A size between two strides, and a batch that exceeds the set."""
     line = small_run.arguments(tmp_path, "--img", "60", "--batch-size", "64", "--epochs", "1")
     assert small_run.program("train", line) == 0

@@ -1,7 +1,5 @@
 """Whole runs with the flags that shorten or stage them, and several processes that stop and resume together."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +7,7 @@ import torch
 
 import train
 from tests import small_run
-from tests.test_train import CPU_ONLY, ROOT, SLOW_WARMUP, results_of
+from tests.test_train import ROOT, SLOW_WARMUP, TWO_PROCESSES, program, results_of
 from utils import full_state
 from utils.checkpoint import read_checkpoint
 from utils.plots import read_results
@@ -18,7 +16,7 @@ FAST_WARMUP = {"warmup_min_iters": 1, "warmup_epochs": 0.0}
 
 
 @pytest.fixture
-def opened(monkeypatch, no_pictures):
+def opened(monkeypatch):
     """The Loaders of the runs of a test."""
     seen, original = [], train.open_loaders
     monkeypatch.setattr(train, "open_loaders", lambda *args: seen.append(original(*args)) or seen[-1])
@@ -52,7 +50,7 @@ def test_epochs_of_few_batches(tmp_path, opened):
     assert opened[0].train.sampler.epoch == 1, "three epochs of two batches are one pass"
 
 
-def test_rhythm_of_validation_and_of_files(tmp_path, no_pictures):
+def test_rhythm_of_validation_and_of_files(tmp_path):
     run = small_run.run(tmp_path, "--epochs", "9", "--eval-interval", "4", "--save-period", "2", hyp=SLOW_WARMUP)
     tested = [line.split()[12] != "0" for line in results_of(run).splitlines()]  # the box loss of validation
     assert tested == [False] * 3 + [True] * 6, "later lines repeat the last validation"
@@ -77,7 +75,7 @@ def test_image_size_by_epoch(tmp_path, opened, monkeypatch):
     assert opened[0].dataset.imgs[0].shape[0] == 32, "and the cache is that of the stage"
 
 
-def test_patience_ends_a_run(tmp_path, no_pictures, monkeypatch):
+def test_patience_ends_a_run(tmp_path, monkeypatch):
     scores = iter([0.1, 0.5, 0.4, 0.3, 0.2, 0.1])
     monkeypatch.setattr(train, "fitness", lambda results: next(scores))
     run = small_run.run(tmp_path, "--epochs", "6", "--patience", "2")
@@ -100,23 +98,27 @@ from tests import small_run
 from utils import dist, stopping
 from utils.options import train_parser
 
-ranks = dist.read_ranks()
-dist.start_processes(ranks, torch.device("cpu"))
-original, report, evaluate = stopping.epochs_to_train, train.open_report, train.evaluate
-train.evaluate = lambda *args, **options: evaluate(*args, **(options | {{"picture_dir": None}}))
+original, stop = stopping.epochs_to_train, dist.stop_processes
+dist.stop_processes = lambda: None  # all runs have the same two processes
 
 
 class Interrupted(Exception):
     pass
 
 
-def open_report(*args):
-    opened = report(*args)
-    opened.pictures = False
-    return opened
+class Compared(train.Training):
+    # after each epoch every rank has the weights of the first; the statistics of BatchNorm are its own
+    def end_epoch(self):
+        trained = dict(self.model.module.named_parameters())
+        assert trained
+        for name, value in trained.items():
+            first = value.detach().clone()
+            torch.distributed.broadcast(first, 0)
+            assert torch.equal(first, value), name
+        return super().end_epoch()
 
 
-train.open_report = open_report
+train.Training = Compared
 
 
 def run(*line, stop_at=None):
@@ -131,10 +133,9 @@ def run(*line, stop_at=None):
 
     stopping.epochs_to_train = epochs_to_train
     sys.argv = ["train.py", *line]
-    opt = train.prepare_train_options(train_parser().parse_args(line), ranks)
-    train.open_run_folder(opt, ranks)
     try:
-        train.train(train.load_hyp(opt.hyp), opt, train.load_data_yaml(opt.data), torch.device("cpu"), ranks)
+        with small_run.drawing(pictures=False):
+            train.main(train_parser().parse_args(line))
     except Interrupted:
         pass
     torch.distributed.barrier()
@@ -148,19 +149,22 @@ assert run("--resume", {last!r}, "--device", "cpu") == [1, 2]
 scores = iter([0.5, 0.4, 0.3, 0.2])
 train.fitness = lambda results: next(scores)
 assert run(*line, "--patience", "1", "--epochs", "4", "--name", "patience") == [0, 1], "on both ranks"
+stop()
 """
 
 
 @pytest.mark.slow
-def test_two_processes_resume_bit_equal_and_stop_together(tmp_path):
+def test_two_processes_train_one_model_resume_bit_equal_and_stop_together(tmp_path):
     last = tmp_path / "runs" / "run" / "weights" / "last.pt"
     line = small_run.arguments(tmp_path, "--batch-size", "4", "--epochs", "3", num_images=8)
     script = tmp_path / "both_ranks.py"
     script.write_text(BOTH_RANKS.format(root=str(ROOT), line=line, last=str(last)))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29617"]
-    done = subprocess.run([*launcher, str(script)], env=CPU_ONLY, capture_output=True, text=True, timeout=300)
+    done = program(str(script), launcher=TWO_PROCESSES)
     assert done.returncode == 0, done.stderr[-2000:]
     reference = tmp_path / "runs" / "reference"
+    names = sorted(path.name for path in reference.parent.iterdir())
+    assert names == ["patience", "reference", "run"], "one folder for both"
+    assert read_results(reference / "results.txt")[:, 0].tolist() == [0, 1, 2]
     assert results_of(last.parent.parent) == results_of(reference)
     states = [full_state.of(read_checkpoint(run / "weights" / "last_full.pt"))
               for run in (last.parent.parent, reference)]  # fmt: skip

@@ -19,13 +19,14 @@ def trained(tmp_path_factory):
     return small_run.run(folder, "--epochs", "3", hyp={"warmup_min_iters": 1000, "lr0": 0.1}, num_images=6, num_empty=1)
 
 
-def score(trained, tmp_path, *flags, monkeypatch=None):
+def score(trained, tmp_path, *flags, pictures=False):
     """Run the program; returns its output folder."""
     data = trained.parent.parent / "data.yaml"
     weights = trained / "weights" / "last.pt"
     line = ["--weights", str(weights), "--data", str(data), "--img", "64", "--batch-size", "6", "--device", "cpu",
             "--project", str(tmp_path), "--name", "out", *flags]  # fmt: skip
-    program.main(build_parser().parse_args(line))
+    with small_run.drawing(pictures):
+        program.main(build_parser().parse_args(line))
     return tmp_path / "out"
 
 
@@ -41,7 +42,7 @@ def test_repeats_the_last_validation(trained, tmp_path, monkeypatch):
 
 def test_files_of_detections(trained, tmp_path):
     folder = score(trained, tmp_path, "--save-txt", "--save-conf", "--save-json", "--save-per-class-ap",
-                   str(tmp_path / "ap.json"), "--conf", "0.0001", "--verbose")  # fmt: skip
+                   str(tmp_path / "ap.json"), "--conf", "0.0001", "--verbose", pictures=True)  # fmt: skip
     texts = sorted((folder / "labels").iterdir())
     assert [path.stem for path in texts] == [f"{i:02d}" for i in range(6)]
     rows = np.loadtxt(texts[0], ndmin=2)

@@ -20,6 +20,7 @@ from utils.runs import NothingToDo
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU_ONLY = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+TWO_PROCESSES = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")  # a free port
 
 
 # A long warm-up, so that a run of a few batches steps after each of them instead of accumulating 64 images.
@@ -68,21 +69,19 @@ def test_run_equals_the_golden_trace(name, tmp_path):
     lines = results_of(mine["folder"]).splitlines()
     for line, golden in zip(lines, trace["results_txt"], strict=True):
         assert len(line) == len(golden) and line[:20] == golden[:20], "column positions"
-    written = {path.relative_to(mine["folder"]).as_posix() for path in mine["folder"].rglob("*") if path.is_file()}
-    assert not set(trace["files"]) - written, "files that stock writes and this run does not"
 
 
 # ---- one run, and the same again -----------------------------------------------------------------------------------
 
 
 def test_run_leaves_a_complete_folder(tmp_path):
-    folder = small_run.run(tmp_path)
+    folder = small_run.run(tmp_path, pictures=True)
     table = read_results(folder / "results.txt")
     assert table.shape == (2, 15) and np.isfinite(table).all()
     assert (folder / "results.csv").read_text().count("\n") == 3
-    written = {path.name for path in folder.iterdir()}
-    assert {"hyp.yaml", "opt.yaml", "results.png", "labels.jpg", "train_batch0.jpg", "test_batch0_pred.jpg",
-            "confusion_matrix.png", "PR_curve.png"} <= written  # fmt: skip
+    written = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    expected = set(traces.load_trace("robust_formula_ota")["files"]) | {"labels.jpg"}
+    assert len(expected) > 20 and not expected - written, "files that stock writes and this run does not"
     weights = {path.name for path in (folder / "weights").iterdir()}
     assert weights == {"init.pt", "last.pt", "best.pt", "last_full.pt", "epoch_000.pt", "epoch_001.pt"}
     assert yaml.safe_load((folder / "hyp.yaml").read_text()) == small_run.HYP, "as given, before any scaling"
@@ -91,7 +90,7 @@ def test_run_leaves_a_complete_folder(tmp_path):
     assert full.epoch == 1 and full.optimizer is not None and full.training_results == results_of(folder)
 
 
-def test_same_command_gives_same_results(tmp_path, no_pictures):
+def test_same_command_gives_same_results(tmp_path):
     first = small_run.run(tmp_path)
     second = small_run.run(tmp_path)
     assert first != second and results_of(first) == results_of(second)
@@ -99,9 +98,10 @@ def test_same_command_gives_same_results(tmp_path, no_pictures):
     assert all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())
 
 
-def test_training_learns(tmp_path, no_pictures):
+def test_training_learns(tmp_path):
     hyp = {"mosaic": 0.0, "mixup": 0.0, "paste_in": 0.0, "scale": 0.0, "translate": 0.0} | SLOW_WARMUP
-    table = read_results(small_run.run(tmp_path, "--epochs", "40", "--notest", "--adam", hyp=hyp) / "results.txt")
+    run = small_run.run(tmp_path, "--epochs", "40", "--notest", "--nosave", "--adam", hyp=hyp)
+    table = read_results(run / "results.txt")
     assert table[-1, 5] < 0.75 * table[0, 5], "total training loss"
 
 
@@ -120,7 +120,7 @@ def test_training_learns(tmp_path, no_pictures):
     ],
     ids=" ".join,
 )  # fmt: skip
-def test_flag(flags, tmp_path, no_pictures):
+def test_flag(flags, tmp_path):
     folder = small_run.run(tmp_path, *flags)
     table = read_results(folder / "results.txt")
     assert table.shape == (2, 15) and np.isfinite(table[-1]).all()
@@ -135,7 +135,7 @@ def test_flag(flags, tmp_path, no_pictures):
         assert (table[:, 7] == 128).all()
 
 
-def test_frozen_layers_keep_their_weights(tmp_path, no_pictures):
+def test_frozen_layers_keep_their_weights(tmp_path):
     folder = small_run.run(tmp_path, "--freeze", "1", "--epochs", "3", hyp=SLOW_WARMUP)
     before = read_checkpoint(folder / "weights" / "init.pt").model.state
     after = read_checkpoint(folder / "weights" / "last_full.pt").model.state
@@ -143,7 +143,7 @@ def test_frozen_layers_keep_their_weights(tmp_path, no_pictures):
     assert not torch.equal(before["model.1.conv.weight"].half(), after["model.1.conv.weight"])
 
 
-def test_plain_and_ota_and_auxiliary_losses_differ(tmp_path, no_pictures):
+def test_plain_and_ota_and_auxiliary_losses_differ(tmp_path):
     losses = []
     for i, options in enumerate(({"hyp": {"loss_ota": 0}}, {}, {"auxiliary": True})):
         folder = tmp_path / str(i)
@@ -152,7 +152,7 @@ def test_plain_and_ota_and_auxiliary_losses_differ(tmp_path, no_pictures):
     assert len(set(losses)) == 3
 
 
-def test_autoanchor_reaches_model_and_average(tmp_path, no_pictures):
+def test_autoanchor_reaches_model_and_average(tmp_path):
     line = small_run.arguments(tmp_path, "--epochs", "1", hyp={"anchor_t": 1.05})
     line.remove("--noautoanchor")
     state = read_checkpoint(small_run.run_line(line) / "weights" / "last_full.pt")
@@ -162,7 +162,7 @@ def test_autoanchor_reaches_model_and_average(tmp_path, no_pictures):
 # ---- start from weights, resume ------------------------------------------------------------------------------------
 
 
-def test_starts_from_stripped_weights(tmp_path, caplog, no_pictures):
+def test_starts_from_stripped_weights(tmp_path, caplog):
     weights = small_run.run(tmp_path, "--epochs", "1") / "weights" / "best.pt"
     with caplog.at_level(logging.INFO):
         folder = small_run.run(tmp_path, "--weights", str(weights), "--cfg", "")
@@ -185,7 +185,7 @@ def interrupt_after(epoch, monkeypatch):
     monkeypatch.setattr(train, "finish_epoch", finish_epoch)
 
 
-def test_interrupted_run_resumes_to_its_end(tmp_path, monkeypatch, no_pictures):
+def test_interrupted_run_resumes_to_its_end(tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(Interrupted):
         interrupt_after(1, patch)
         small_run.run(tmp_path, "--epochs", "4")
@@ -201,7 +201,7 @@ def test_interrupted_run_resumes_to_its_end(tmp_path, monkeypatch, no_pictures):
     assert len((folder / "results.csv").read_text().splitlines()) == 5
 
 
-def test_finished_run_resumes_only_for_more_epochs(tmp_path, no_pictures):
+def test_finished_run_resumes_only_for_more_epochs(tmp_path):
     folder = small_run.run(tmp_path)
     last = str(folder / "weights" / "last.pt")
     with pytest.raises(NothingToDo, match="--epochs"):
@@ -211,7 +211,7 @@ def test_finished_run_resumes_only_for_more_epochs(tmp_path, no_pictures):
     assert again == moved and read_results(moved / "results.txt")[:, 0].tolist() == [0, 1, 2, 3]
 
 
-def test_schedule_follows_a_run_that_is_extended_by_its_weights(tmp_path, no_pictures):
+def test_schedule_follows_a_run_that_is_extended_by_its_weights(tmp_path):
     full = small_run.run(tmp_path, "--linear-lr", "--epochs", "5", hyp={"warmup_min_iters": 1})
     weights = str(full / "weights" / "last_full.pt")
     longer = small_run.run_line(
@@ -236,32 +236,32 @@ def test_search_over_real_generations(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("loss_ota", [0, 1])
-def test_batches_without_boxes_train_objectness_only(tmp_path, loss_ota, no_pictures):
+def test_batches_without_boxes_train_objectness_only(tmp_path, loss_ota):
     hyp = {"mosaic": 0.0, "loss_ota": loss_ota}
     folder = small_run.run(tmp_path, "--batch-size", "1", "--epochs", "1", hyp=hyp, num_images=4, num_empty=3)
     table = read_results(folder / "results.txt")
     assert table[0, 6] == 0 and table[0, 3] > 0, "the last batch had no box, the epoch had an objectness loss"
 
 
-def test_all_background_is_refused_unless_allowed(tmp_path, no_pictures):
+def test_all_background_is_refused_unless_allowed(tmp_path):
     with pytest.raises(ValueError, match="no boxes in 3 label files"):
         small_run.run(tmp_path, num_images=3, num_empty=3)
     table = read_results(small_run.run(tmp_path, "--allow-background") / "results.txt")
     assert (table[:, [2, 4]] == 0).all() and (table[:, 3] > 0).all(), "only objectness is trained"
 
 
-def test_last_batch_of_one_is_skipped_where_batchnorm_cannot_take_it(tmp_path, caplog, no_pictures):
+def test_last_batch_of_one_is_skipped_where_batchnorm_cannot_take_it(tmp_path, caplog):
     folder = small_run.run(tmp_path, "--img", "32", "--batch-size", "4", num_images=5)
     assert read_results(folder / "results.txt").shape == (2, 15)
     assert caplog.text.count("a batch of one image of 32 px is skipped") == 1
 
 
-def test_an_epoch_without_a_trainable_batch_is_refused(tmp_path, no_pictures):
+def test_an_epoch_without_a_trainable_batch_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no batch can be trained"):
         small_run.run(tmp_path, "--img", "32", "--batch-size", "1")
 
 
-def test_resume_with_other_classes_is_refused(tmp_path, no_pictures):
+def test_resume_with_other_classes_is_refused(tmp_path):
     folder = small_run.run(tmp_path)
     (tmp_path / "data.yaml").write_text("train: images/train\nval: images/val\nnames: [red, green, blue]\n")
     before = results_of(folder)
@@ -299,29 +299,3 @@ def test_parser_can_be_taken_out_of_the_program():
     )
     done = program("-c", code)
     assert done.stdout == "True False False\n", done.stderr
-
-
-@pytest.mark.slow
-def test_two_processes_train_one_model(tmp_path):
-    line = small_run.arguments(tmp_path, "--batch-size", "4", num_images=8)
-    script = tmp_path / "both_ranks.py"
-    script.write_text(
-        "import os, sys\n"
-        f"sys.path.insert(0, {str(ROOT)!r})\n"
-        "import torch, train\n"
-        "class Recorded(train.Training):\n"
-        "    def end_epoch(self):\n"
-        "        state = {k: v.clone() for k, v in self.model.module.state_dict().items()}\n"
-        f"        torch.save(state, os.path.join({str(tmp_path)!r}, f'rank{{os.environ[\"RANK\"]}}.pt'))\n"
-        "        return super().end_epoch()\n"
-        "train.Training = Recorded\n"
-        "train.cli.run(train.main, train.train_parser().parse_args())\n"
-    )
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29611")
-    done = program(str(script), *line, launcher=launcher)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run"], "one run folder"
-    assert read_results(tmp_path / "runs" / "run" / "results.txt")[:, 0].tolist() == [0, 1]
-    ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
-    trained = [key for key in ranks[0] if "running_" not in key and "num_batches" not in key]
-    assert trained and all(torch.equal(ranks[0][key], ranks[1][key]) for key in trained)

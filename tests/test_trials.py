@@ -128,6 +128,10 @@ def test_elimination_without_rivals():
     assert Elimination(0.0, [])([{MAP50: 0.0}] * 5) is None
 
 
+def test_base_args_of_a_single_flag():
+    assert run_trials.parse(["--base-args", "--adam", "--fresh"]).base_args == "--adam"
+
+
 def test_command_line_of_a_trial(tmp_path):
     (tmp_path / "hyp.yaml").write_text("lr0: 0.1\nbox: 0.05\n")
     base = ["--hyp", str(tmp_path / "hyp.yaml"), "--epochs", "9", "--adam"]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 import train
-from tests import parity
+from tests import parity, small_run
 from utils import assign
 from utils.data_yaml import load_data_yaml
 from utils.dist import Ranks
@@ -77,15 +77,16 @@ def match_by_topk(cost, num_wanted):
 
 def replay(trace, folder, seeded):
     """Run train.train as the trace did; returns what it recorded under the same keys."""
-    pictures = folder / "dataset"
-    shutil.copytree(parity.GOLDEN / "train" / "dataset_64px", pictures)
+    dataset = folder / "dataset"
+    shutil.copytree(parity.GOLDEN / "train" / "dataset_64px", dataset)
     hyp, data = folder / "hyp.yaml", folder / "data.yaml"
     hyp.write_text("\n".join(f"{key}: {value}" for key, value in trace["hyp_file"].items()))
-    data.write_text(f"train: {pictures}/images\nval: {pictures}/images\nnc: 3\nnames: [red, green, blue]\n")
+    data.write_text(f"train: {dataset}/images\nval: {dataset}/images\nnc: 3\nnames: [red, green, blue]\n")
     args = ["--weights", "", "--cfg", "cfg/training/yolov7-tiny.yaml", "--data", str(data), "--hyp", str(hyp),
             "--epochs", "2", "--batch-size", "4", "--img-size", "64", "64", "--device", "cpu", "--workers", "0",
             "--noautoanchor", "--project", str(folder / "runs"), "--name", "run"]  # fmt: skip
-    return run(prepare_train_options(train_parser().parse_args(args), Ranks()), seeded)
+    with small_run.drawing(pictures=False):
+        return run(prepare_train_options(train_parser().parse_args(args), Ranks()), seeded)
 
 
 def run(opt, seeded):

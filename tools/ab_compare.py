@@ -263,7 +263,8 @@ def parse(arguments=None):
     add("--no-seed", action="store_true", help="do not pass --seed: stock's order of batches")
     add("--timeout", type=float, help="seconds after which a run counts as hung")
     add("--out", default="runs/ab_compare", help="folder of the report and the runs")
-    return parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    return parser.parse_args(observe.bind_values(words, ("--args", "--a", "--b")))
 
 
 def main():

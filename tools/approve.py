@@ -113,12 +113,15 @@ def _draw_curves(ax, curves):
 
 
 def parse(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--approvals", default=str(PROJECT_ROOT / "approvals.json"), help="file of the approvals")
-    parser.add_argument("--out", default="runs/approval", help="folder of reports and runs")
+    places = argparse.ArgumentParser(add_help=False)  # accepted before and after the command
+    places.add_argument("--approvals", default=argparse.SUPPRESS, help="file of the approvals")
+    places.add_argument("--out", default=argparse.SUPPRESS, help="folder of reports and runs")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[places]
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("status", help="where every stage stands")
-    run = commands.add_parser("run", help="make the checks of a stage")
+    commands.add_parser("status", help="where every stage stands", parents=[places])
+    run = commands.add_parser("run", help="make the checks of a stage", parents=[places])
     run.add_argument("stage", type=int, choices=STAGES)
     run.add_argument("--data", default="", help="data yaml; default: embedded shapes")
     run.add_argument("--cfg", default=Setup.cfg)
@@ -131,12 +134,13 @@ def parse(arguments=None):
     run.add_argument("--epochs", type=int, default=Setup.epochs, help="of the performance run in stage 6")
     run.add_argument("--repeats", type=int, default=Setup.repeats, help="pairs of the performance run in stage 6")
     run.add_argument("--all-combinations", action="store_true", help="stage 6: USE_COMPILE with every combination")
-    approve = commands.add_parser("approve", help="approve a stage that has been run")
+    approve = commands.add_parser("approve", help="approve a stage that has been run", parents=[places])
     approve.add_argument("stage", type=int, choices=STAGES)
     approve.add_argument("--by", required=True, metavar="NAME")
     approve.add_argument("--note", default="")
     approve.add_argument("--despite-failures", action="store_true", help="needs a --note that says why")
-    return parser.parse_args(arguments)
+    defaults = argparse.Namespace(approvals=str(PROJECT_ROOT / "approvals.json"), out="runs/approval")
+    return parser.parse_args(arguments, defaults)
 
 
 def perform(options):

@@ -51,7 +51,8 @@ def parse(arguments=None):
     add("--sampler-seed", type=int, default=0)
     add("--retry-failed", action="store_true", help="a restart repeats the trials that failed")
     add("--fresh", action="store_true", help="begin a new table instead of continuing")
-    return parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    return parser.parse_args(observe.bind_values(words, ("--base-args",)))
 
 
 def run(options):

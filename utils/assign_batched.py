@@ -2,7 +2,7 @@
 
 `owners` is the heart: for every candidate of a Plan the target that it learns, or -1. Two ways lead to the same answer:
 
-    flat      all pairs of a target and a candidate of its image in one list, sorted by cost and then by target: fixed
+    flat      all pairs of a target and a candidate of its image in one list, sorted by target and then by cost: fixed
               shapes, few kernels, no loop; for a GPU. A crowded batch is taken in pieces, in bounded memory
     by image  one image after another (`assign_by_image`); for a CPU, which sorts slowly and starts small work quickly
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 FLAT_PAIRS = 12_000_000  # at once, about 1 GB of passing memory; beyond that, and then in pieces of
 PIECE_PAIRS = 5_000_000
 CACHED_ROWS = 1024  # decoded at once on a CPU: what passes then stays in its cache
-HIGH = 1 << 32  # a vote is number of takers * HIGH + sum of their rows
+HIGH = 1 << 32  # two numbers in one: a vote is number of takers * HIGH + sum of their rows; keys of sorting likewise
 
 
 @torch.no_grad()
@@ -139,21 +139,20 @@ def _owners_flat(cells, layout, pieces, num_ious):
     """The owner [m] of each candidate; `pieces` cover all targets that have pairs."""
     area = (cells.boxes[:, 2:] - cells.boxes[:, :2]).prod(1, keepdim=True)
     cell_values = torch.cat((cells.boxes, area, cells.background_cost[:, None]), 1)
-    votes, lowest, cheapest = torch.zeros_like(layout.proposer), None, None
+    votes, cheapest = torch.zeros_like(layout.proposer), torch.full_like(layout.proposer, 2**63 - 1)
     for piece in pieces:
         target, candidate, iou, cost = _pairs(cell_values, cells.class_logits, layout, piece)
-        by_cost = cost.sort(stable=True).indices
-        _vote(votes, layout, piece, (target.int(), candidate, iou, by_cost), num_ious)
-        first = torch.full_like(votes, piece.num_pairs)  # the place of a candidate's cheapest pair in `by_cost`
-        first.scatter_reduce_(0, candidate[by_cost], torch.arange(piece.num_pairs, device=first.device), "amin")
-        pair = by_cost[first.clamp(max=piece.num_pairs - 1)]
-        if len(pieces) == 1:
-            return _owner(votes, target[pair])
-        here = torch.where(first < piece.num_pairs, cost[pair], torch.inf)
-        target = target[pair] + piece.first_target
-        cheapest = target if lowest is None else torch.where(here < lowest, target, cheapest)
-        lowest = here if lowest is None else torch.minimum(here, lowest)
-    return _owner(votes, cheapest)
+        rank = sortable(cost)
+        _vote(votes, layout, piece, (target, candidate, iou, rank), num_ious)
+        # of equal costs the first target's counts
+        cheapest.scatter_reduce_(0, candidate, torch.add(target + piece.first_target, rank, alpha=HIGH), "amin")
+    return _owner(votes, cheapest % HIGH)
+
+
+def sortable(numbers):
+    """Integers (int32) in the order of `numbers` (float32, no nan, 0 of one sign): their bits, negative ones turned."""
+    bits = numbers.view(torch.int32)
+    return (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)
 
 
 def _pairs(cell_values, class_logits, layout, piece):
@@ -181,24 +180,23 @@ def _pairs(cell_values, class_logits, layout, piece):
 def _vote(votes, layout, piece, pairs, num_ious):
     """Each target of the piece votes for the candidates that it takes: the cheapest, as many as its best overlaps say.
 
-    pairs  target (int32), candidate, IoU, and the order by cost [p each]
+    pairs  target (counted in the piece), candidate, IoU and rank by cost [p each]
     """
-    target, candidate, iou, by_cost = pairs
+    target, candidate, iou, rank = pairs
     rows = slice(piece.first_target, piece.last_target)
+    row = torch.arange(piece.last_target - piece.first_target, device=votes.device)[:, None]
     place = torch.arange(num_ious, device=votes.device)
     exists = place < layout.num_candidates[rows, None]
-    position = torch.add(layout.first_pair[rows, None], place)
+    position = torch.add(layout.first_pair[rows, None], place)  # [t x num_ious] the first pairs of every target
     position.sub_(piece.first_pair).clamp_(max=piece.num_pairs - 1)
 
-    def first_of_each(order):  # [t x num_ious] the first pairs of every target in this order of all pairs
-        return order[target[order].sort(stable=True).indices[position]]
-
-    best_ious = iou[first_of_each(iou.sort(descending=True).indices)]
+    by_iou = torch.sub(iou.view(torch.int32), target, alpha=HIGH).sort(descending=True).values
+    best_ious = torch.add(by_iou[position], row, alpha=HIGH).int().view(torch.float32)
     num_wanted = torch.where(exists, best_ious, 0.0).sum(1).int().clamp_(min=1)
     taken = exists & (place < num_wanted[:, None])
-    row = torch.arange(piece.first_target + HIGH, piece.last_target + HIGH, device=votes.device)
-    chosen = candidate[first_of_each(by_cost)]
-    votes.scatter_add_(0, chosen.reshape(-1), (taken * row[:, None]).reshape(-1))
+    by_cost = torch.add(rank, target, alpha=HIGH).sort(stable=True).indices
+    chosen = candidate[by_cost[position]]
+    votes.scatter_add_(0, chosen.reshape(-1), (taken * (row + (piece.first_target + HIGH))).reshape(-1))
 
 
 def _owner(votes, cheapest):

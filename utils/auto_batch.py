@@ -14,6 +14,7 @@ from utils import fastpaths, optim, resize_schedule
 from utils.dist import init_seeds
 from utils.ema import ModelEMA
 from utils.hyp import scale_hyp
+from utils.image_lists import expand_paths
 from utils.training import Training, freeze_layers
 
 logger = logging.getLogger(__name__)
@@ -21,29 +22,41 @@ logger = logging.getLogger(__name__)
 MARGIN = 0.1  # share of the memory that stays free: for fragments, validation, and images with more boxes
 MOST = 4096  # images; more are not tried
 GRAIN = 8  # larger batches are multiples of it
+FAR = 16  # a guess goes at most so many times beyond what has been measured
+CLOSE = 1.06  # times the best: no need to look for a larger one
 STRIDE = 64  # the largest one of all models
 BOXES_PER_IMAGE = 25  # in the trials; a mosaic of everyday pictures has about 14
 
 
-def largest(fits, most=MOST):
-    """The largest batch size up to `most` for which `fits(size)`; 0 if not even one image does.
+def largest(need, limit, most=MOST):
+    """The largest batch size up to `most` found whose step takes at most `limit` bytes; 0 if not even one image does.
 
-    Sizes are doubled until one does not fit, then the gap is halved, down to GRAIN images or a sixteenth.
+    `need(size)` measures the bytes, infinity if the step fails. They grow nearly in proportion to the size, so that a
+    line through two measurements tells where to try next: a handful of trials, few of them large.
     """
-    good, bad = 0, 1
-    while bad <= most and fits(bad):
-        good, bad = bad, 2 * bad
-    bad = min(bad, most + 1)
-    while bad - good > max(1 if good < GRAIN else GRAIN, good // 16):
-        middle = (good + bad) // 2
-        middle -= middle % GRAIN if middle > GRAIN else 0
-        if middle <= good:
-            break
-        if fits(middle):
-            good = middle
+    measured, best, bound, size = [], 0, most, 1
+    while best < size <= bound:
+        peak = need(size)
+        if peak < math.inf:
+            measured.append((size, peak))
+        if peak <= limit:
+            best = size
         else:
-            bad = middle
-    return good
+            bound = size - (1 if peak < math.inf else max(size // 8, 1))
+        size = min(_guess(measured, limit), bound)
+        size -= size % GRAIN if size > GRAIN else 0
+        if best >= GRAIN and size < max(best * CLOSE, best + GRAIN):
+            break
+    return best
+
+
+def _guess(measured, limit):
+    """The size at which a line through the two largest of the `measured` (size, bytes) reaches `limit`."""
+    if len(measured) < 2:  # one image says nothing about the share of each
+        return 4 * len(measured)
+    (before, peak_before), (size, peak) = sorted(measured)[-2:]
+    share = max(peak - peak_before, 1) / (size - before)
+    return min(size + math.floor((limit - peak) / share), FAR * size)
 
 
 class Trial:
@@ -73,8 +86,8 @@ class Trial:
         return image.repeat(batch_size, 1, 1, 1), targets, ("noise",) * batch_size, None
 
 
-def stays_below(limit, trial, batch_size):
-    """Whether a step of `trial` on `batch_size` images takes at most `limit` bytes of GPU memory."""
+def memory_of(trial, limit, batch_size):
+    """Bytes of GPU memory that a step of `trial` on `batch_size` images takes; infinity if there are not so many."""
     torch.cuda.reset_peak_memory_stats(trial.device)
     try:
         trial.step(batch_size)
@@ -85,7 +98,7 @@ def stays_below(limit, trial, batch_size):
     gc.collect()
     torch.cuda.empty_cache()
     logger.info("--batch-size -1: %4d images need %5.1f of %.1f GB", batch_size, peak / 1e9, limit / 1e9)
-    return peak <= limit
+    return peak
 
 
 def largest_side(opt):
@@ -94,11 +107,11 @@ def largest_side(opt):
     return -(-int(side * (1.5 if opt.multi_scale else 1)) // STRIDE) * STRIDE
 
 
-def settle(opt, hyp, num_classes, device, ranks, build_model, make_twin=None):
+def settle(opt, hyp, data, device, ranks, build_model, make_twin=None):
     """Replace batch_size -1 of the options by what fits; the same for all processes, the least of what each measures.
 
-    `build_model()` returns the model on the device, for `make_twin` see fastpaths.choose. Raises ValueError without a
-    GPU, or when nothing fits.
+    Never more than there are images in `data`, a DataConfig. `build_model()` returns the model on the device, for
+    `make_twin` see fastpaths.choose. Raises ValueError without a GPU, or when nothing fits.
     """
     if opt.batch_size != -1:
         return
@@ -107,8 +120,9 @@ def settle(opt, hyp, num_classes, device, ranks, build_model, make_twin=None):
     side = largest_side(opt)
     torch.cuda.empty_cache()
     limit = (1 - MARGIN) * torch.cuda.mem_get_info(device)[0]
-    trial = new_trial(opt, hyp, num_classes, device, side, build_model(), make_twin)
-    size = largest(partial(stays_below, limit, trial))
+    trial = new_trial(opt, hyp, data.nc, device, side, build_model(), make_twin)
+    num_images = len(expand_paths(data.train)) // ranks.world_size
+    size = largest(partial(memory_of, trial, limit), limit, max(min(MOST, num_images), 1))
     del trial
     gc.collect()
     torch.cuda.empty_cache()

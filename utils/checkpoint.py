@@ -129,6 +129,8 @@ def _stand_ins():
     for module in ("pathlib", "pathlib._local"):  # the path of a head configuration; Python 3.13 has the second name
         for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"):
             yield called(module, name, lambda *parts: "/".join(map(str, parts)))
+    yield called("builtins", "set", set)  # torch 2.4 refuses this one, and the next, unlike later ones
+    yield called("_codecs", "encode", lambda text, _: text.encode("latin1"))  # how pickle writes bytes
     yield named("numpy", "dtype", _Dtype)
     yield named("numpy", "ndarray", _Array)
     for module in ("numpy.core.multiarray", "numpy._core.multiarray"):  # NumPy 1 and 2

@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import sys
+import threading
 
 from utils.files import printable
 from utils.runs import NothingToDo
@@ -13,7 +14,7 @@ READ_BY_ALL = {f"utils.{name}" for name in ("data_yaml", "files", "hyp", "labels
 # Errors of torch that are no bugs, by their first words: what can be done about them.
 MACHINE_FAULTS = {
     "DataLoader timed out": "; is /dev/shm too small (start the container with a larger --shm-size), or a disk gone?",
-    "DataLoader worker": "; if memory ran out, fewer --workers or a smaller --batch-size need less",
+    "DataLoader worker": "; if memory or /dev/shm ran out, fewer --workers or a smaller --batch-size need less",
 }
 GPU_FAULTS = ("unspecified launch failure", "uncorrectable ECC", "unknown error", "GPU is lost")
 GPU_ADVICE = "; the GPU failed, train.py --resume goes on after the last complete epoch"
@@ -37,6 +38,7 @@ def run(main, opt):
     handler.setFormatter(_Formatter("%(message)s"))
     handler.addFilter(lambda record: is_main or record.name not in READ_BY_ALL)
     logging.basicConfig(handlers=[handler], level=logging.INFO if is_main else logging.WARNING)
+    threading.excepthook = _report_thread
     try:
         main(opt)
     except NothingToDo as message:
@@ -76,6 +78,17 @@ def out_of_memory(error, opt):
     return f"{place} has too little memory for {asked}: give {advice} ({reason})"
 
 
+def _report_thread(fault):
+    """A file that failed in a thread, such as TensorBoard's, is one line; whoever waits for the thread gets the error.
+
+    Anything else is a bug, and a traceback.
+    """
+    if isinstance(fault.exc_value, OSError) and os.environ.get("YOLOV7FAST_TRACEBACK") != "1":
+        logging.getLogger("run").warning("a file is not complete: %s", printable(fault.exc_value))
+    else:
+        threading.__excepthook__(fault)
+
+
 def _refuse(error):
     text = printable(_in_words(error))
     print(f"error: {text[:MAX_CHARACTERS]}{'...' * (len(text) > MAX_CHARACTERS)}", file=sys.stderr, flush=True)
@@ -91,7 +104,7 @@ def _in_words(error):
         return f"{place}{error.strerror}{ADVICE.get(error.errno, '')}"
     for start, advice in MACHINE_FAULTS.items():
         if str(error).startswith(start):
-            return f"{str(error).strip().splitlines()[0]}{advice}"
+            return str(error).strip().splitlines()[0].rstrip(".") + advice
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
     # the loader sends the whole traceback of a worker as text; its last line is the sentence
     return lines[-1].removeprefix("ValueError: ") if "Original Traceback" in str(error) else " ".join(lines)

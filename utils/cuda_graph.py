@@ -12,7 +12,6 @@ A plan has fixed sizes. The graph has room for the largest seen so far and some 
 captured again, an exceptionally crowded one is trained without it.
 """
 
-import gc
 import logging
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,16 +21,13 @@ import torch
 
 from utils import assign_batched
 from utils.fast_step import FastSteps
-from utils.loss_plan import Sizes
+from utils.loss_graph import Room, record
 from utils.prefetch import as_float
 
 logger = logging.getLogger(__name__)
 
 ORDINARY_STEPS = 3  # of a shape before its first capture
 MOST_SHAPES = 8  # further ones are trained without a graph
-SPARE = 1.25  # room in a graph, relative to the batch that made it be captured
-CROWDED = 1.5  # times the room of the graph: such a batch is trained without it,
-FEW = 20  # unless that has happened so often
 
 
 @dataclass
@@ -59,7 +55,7 @@ class Shape:
     """What is known of the batches of one image shape: how many there were, room for their plans, their graphs."""
 
     def __init__(self):
-        self.num_steps, self.num_crowded, self.room, self.graphs = 0, 0, None, {}
+        self.num_steps, self.room, self.graphs = 0, Room(), {}
 
 
 class GraphSteps(FastSteps):
@@ -100,8 +96,8 @@ class GraphSteps(FastSteps):
             return self._ordinary(batch, is_update)
         shape = self.shapes.setdefault(key, Shape())
         shape.num_steps += 1
-        plans = self.loss.prepare(batch.targets, self._prediction_shapes(key), key[2:], at_least=shape.room)
-        if shape.num_steps <= ORDINARY_STEPS or self._is_crowded(shape, plans):
+        plans = self.loss.prepare(batch.targets, self._prediction_shapes(key), key[2:], at_least=shape.room.sizes)
+        if shape.num_steps <= ORDINARY_STEPS or shape.room.is_crowded(plans, assign_batched.FLAT_PAIRS):
             return self._ordinary(batch, is_update)
         captured = shape.graphs.get(is_update)
         if captured is None or not captured.fits(plans):
@@ -115,25 +111,14 @@ class GraphSteps(FastSteps):
         self.counts["ordinary"] += 1
         return super().items(batch, is_update)
 
-    def _is_crowded(self, shape, plans):
-        """Whether a batch is not worth a larger graph. Such batches are counted; when they are many, it is."""
-        pairs = [plan.sizes.pairs for plan in plans]
-        if max(pairs) > assign_batched.FLAT_PAIRS:
-            return True
-        if shape.room is None or all(n <= CROWDED * room.pairs for n, room in zip(pairs, shape.room, strict=True)):
-            return False
-        shape.num_crowded += 1
-        return shape.num_crowded <= FEW
-
     def _capture_for(self, batch, plans, shape, is_update):
         """(Captured, plans with its sizes) with room for `plans`; (None, plans) if that fails, and then for good."""
-        if shape.room is None or any(plan.sizes != room for plan, room in zip(plans, shape.room, strict=True)):
-            shape.room = [with_spare(plan.sizes) for plan in plans]
-            shape.num_crowded = 0
+        if not shape.room.fits(plans):
+            shape.room.grow(plans)
             self.wait()
             shape.graphs.clear()  # they are too small for what may come
         size = tuple(batch.images.shape)
-        plans = self.loss.prepare(batch.targets, self._prediction_shapes(size), size[2:], at_least=shape.room)
+        plans = self.loss.prepare(batch.targets, self._prediction_shapes(size), size[2:], at_least=shape.room.sizes)
         try:
             captured = self._capture(batch.images, plans, is_update)
         except RuntimeError as error:
@@ -143,7 +128,7 @@ class GraphSteps(FastSteps):
         shape.graphs[is_update] = captured
         self.counts["captured"] += 1
         logger.info("CUDA graph %d captured: images %s, %s optimiser step, room for %s", self.counts["captured"],
-                    list(size), "with" if is_update else "without", shape.room)  # fmt: skip
+                    list(size), "with" if is_update else "without", shape.room.sizes)  # fmt: skip
         return captured, plans
 
     def _capture(self, images, plans, is_update):
@@ -158,11 +143,7 @@ class GraphSteps(FastSteps):
 
     def record(self, body):
         """Capture `body`; returns the graph and what `body` returned, which each replay writes anew."""
-        gc.collect()  # a graph that is gone must not be cleaned up in the midst of this
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
-            items = body()
-        return graph, items
+        return record(body, self.pool, self.stream)
 
     def _prediction_shapes(self, shape):
         """Of the lead heads, for images of `shape`."""
@@ -185,9 +166,3 @@ def _detour(stream):
     with torch.cuda.stream(stream):
         yield
     outer.wait_stream(stream)
-
-
-def with_spare(sizes):
-    """`sizes` and room for larger batches to come."""
-    numbers = [int(n * SPARE) for n in (sizes.targets, sizes.candidates, sizes.pairs)]
-    return Sizes(numbers[0], tuple(int(n * SPARE) for n in sizes.cells), *numbers[1:]).rounded()

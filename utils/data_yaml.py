@@ -12,6 +12,7 @@ An entry is looked for in this order, and the first place that exists is taken:
 
 import logging
 import os
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,7 +73,29 @@ def read_yaml(path):
     if not isinstance(content, dict):
         found = "nothing, the file is empty" if content is None else type(content).__name__
         raise ValueError(f"{printable(path)}: expected `key: value` lines, found {found}")
+    for key, line in _repeated_keys(text):
+        logger.warning("%s:%d: %s stands here once more; the last one counts", printable(path), line, shown(key))
     return content
+
+
+def _repeated_keys(text):
+    """(key, line) of every key that its mapping has already; PyYAML takes the last one without a word."""
+    waiting, seen, found = [yaml.compose(text, yaml.SafeLoader)], set(), []
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, yaml.ScalarNode) or id(node) in seen:  # aliases lead to the same node
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+            continue
+        waiting += [value for _, value in node.value]
+        count = Counter()
+        for key in [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]:
+            count[key.tag, key.value] += 1
+            if count[key.tag, key.value] > 1:
+                found.append((key.value, key.start_mark.line + 1))
+    return found
 
 
 def _is_bounded(content):
@@ -104,14 +127,22 @@ def _classes(path, raw, single_cls):
     names = _names(path, raw.get("names"))
     if single_cls:
         return 1, names if len(names) == 1 else ["item"]
-    nc = raw.get("nc", len(names))
-    if isinstance(nc, str) and nc.strip().isdigit():
-        nc = int(nc)
-    if isinstance(nc, bool) or not isinstance(nc, (int, float)) or not float(nc).is_integer() or nc < 1:
-        raise ValueError(f"{printable(path)}: nc must be a whole number of at least 1, found {shown(nc)}")
+    found = raw.get("nc", len(names))
+    nc = _whole_number(found)
+    if nc is None or nc < 1:
+        raise ValueError(f"{printable(path)}: nc must be a whole number of at least 1, found {shown(found)}")
     if nc != len(names):
-        raise ValueError(f"{printable(path)}: nc is {nc} but there are {len(names)} names; correct one of them")
-    return int(nc), names
+        raise ValueError(f"{printable(path)}: nc is {shown(nc)} but there are {len(names)} names; correct one of them")
+    return nc, names
+
+
+def _whole_number(value):
+    """An int that a yaml may also write as 2.0 or '2'; None for anything else. The int may be beyond any float."""
+    if isinstance(value, str) and value.strip().isdecimal() and len(value) < 20:
+        return int(value)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _names(path, names):
@@ -120,7 +151,10 @@ def _names(path, names):
         try:
             by_id = {int(str(key)): name for key, name in names.items()}
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{printable(path)}: the keys of names must be numbers, {error}") from error
+            why = shown(str(error))[1:-1]
+            raise ValueError(f"{printable(path)}: the keys of names must be numbers, {why}") from error
+        if len(by_id) < len(names):
+            raise ValueError(f"{printable(path)}: two keys of names are the same number, with and without quotes")
         missing = sorted(set(range(len(names))) - set(by_id))
         if missing:
             raise ValueError(

@@ -32,6 +32,7 @@ from utils.finishing import AtOnce, whole
 from utils.image_cache import use_disk_cache
 from utils.inference_sources import LoadImages
 from utils.labels import img2label_paths, scan_dataset
+from utils.loader_workers import end_with_a_lost_batch
 from utils.mosaic import load_image, load_mosaic, load_mosaic9, load_samples
 from utils.paste_in import pastein, sample_segments
 
@@ -117,6 +118,7 @@ def create_dataloader(
         pin_memory=torch.cuda.is_available(),
         collate_fn=collate_fn4 if quad else collate_fn,
         timeout=STUCK if workers else 0,
+        worker_init_fn=end_with_a_lost_batch,
     )
     return loader, dataset
 

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, get_worker_info
 from utils.files import printable
 from utils.finishing import RECIPE, agrees_with_table, recipe_bytes
 from utils.late_warp import ROOM, warps_in_fixed_point
-from utils.loader_workers import LoaderError, can_fork, in_words, shared_array
+from utils.loader_workers import LoaderError, about, can_fork, end_with_a_lost_batch, in_words, shared_array
 from utils.seeding import EpochOrder, KeyedDataset, SeededQuad, WithKeys
 from utils.short_epochs import ShortEpochs
 from utils.slabs import SlabLoader, choose_micro_batch, ring_length
@@ -99,7 +99,7 @@ class _NamedErrors(Dataset):
         try:
             return self.source[key]
         except Exception as error:  # whatever it is, it belongs to this sample
-            raise LoaderError(f"{self.source.path(key)}: {in_words(error)}") from error
+            raise LoaderError(about(self.source.path(key), in_words(error))) from error
 
     def in_work(self):
         """The pictures that the workers read last; one of them may have been too much for its worker."""
@@ -164,6 +164,7 @@ def recipe_for(dataset, collate_group):
 
 
 def _enter(source, worker_id):
+    end_with_a_lost_batch(worker_id)
     source.enter_worker(worker_id)
 
 

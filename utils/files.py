@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import secrets
+import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -208,7 +209,10 @@ def split_lines(text):
 
 def shown(value, limit=200):
     """A value of a file for a message: on one line, and not longer than `limit` characters."""
-    text = printable(repr(value))
+    try:
+        text = printable(repr(value))
+    except ValueError:  # Python writes no whole number that is longer; yaml reads it in hexadecimal
+        return f"a number of more than {sys.get_int_max_str_digits()} digits"
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 

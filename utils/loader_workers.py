@@ -10,10 +10,12 @@ import pickle
 import random
 import selectors
 import signal
+import sys
 import time
 import traceback
 import weakref
 from multiprocessing import get_all_start_methods, get_context
+from multiprocessing.queues import Queue
 
 import cv2
 import numpy as np
@@ -99,7 +101,7 @@ class Workers:
         if error is not None:
             if os.environ.get("YOLOV7FAST_TRACEBACK") == "1":
                 logger.error("%s", error[1])
-            self._fail(f"{self.job.describe(*error[2])}: {error[0]}")
+            self._fail(about(self.job.describe(*error[2]), error[0]))
         self.num_open -= 1
         return task, result
 
@@ -181,6 +183,24 @@ def _next_task(reader, lock, parent):
             finally:
                 lock.release()
     return None
+
+
+def end_with_a_lost_batch(worker_id):
+    """For the `worker_init_fn` of torch's DataLoader: a worker that cannot pass a batch on ends.
+
+    Left alone it drops the batch, for which the main process then waits in vain. The usual cause is a full /dev/shm.
+    """
+
+    def end(error, batch):
+        print(f"loader worker {worker_id} cannot pass on a batch: {in_words(error)}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    Queue._on_queue_feeder_error = staticmethod(end)
+
+
+def about(file, text):
+    """`text` with the name of the `file` in front, if it does not begin with that already."""
+    return text if text.startswith(f"{printable(file)}:") else f"{printable(file)}: {text}"
 
 
 def in_words(error):

@@ -13,9 +13,12 @@ takes part in every sum, with weight 0 unless it is a match. So it may run insid
     loss, items = loss.compute(predictions, static)              # captured
     for old, new in zip(static, plans): old.copy_(new)           # before each replay
 
-The slopes of the loss are computed with it (`loss_slopes`); the backward pass only writes them where they belong.
+It is done in three parts: `see` reads from the predictions what matters, `learn` works out the loss and its slopes from
+that, `attach` hands the slopes to autograd, whose backward pass only writes them where they belong. Called in the
+ordinary way on a GPU, `learn` is replayed from a CUDA graph of its own (`loss_graph`).
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -23,8 +26,27 @@ import torch
 from utils import assign_batched
 from utils.assign_batched import boxes_in_cells, gather_rows
 from utils.loss import AUXILIARY_WEIGHT, ComputeLoss, LossClasses, smooth_labels
+from utils.loss_graph import LossGraphs
 from utils.loss_plan import prepare
 from utils.loss_slopes import KnownSlopes, binary_loss, binary_loss_change, complete_iou
+
+
+class Seen(NamedTuple):
+    """What the loss needs of the predictions of a branch of the head (the lead heads, or the auxiliary ones)."""
+
+    rows: torch.Tensor  # [u x 5+nc] raw, of the distinct cells of a plan
+    objectness: torch.Tensor  # [cells of all layers] raw, float32
+    judged: torch.Tensor | None  # [u x 5+nc] what the lead heads predict there, if these are not those
+
+
+class Learnt(NamedTuple):
+    """Loss and slopes of a branch of the head."""
+
+    total: torch.Tensor  # [1]
+    items: torch.Tensor  # [4]
+    cells: torch.Tensor  # [u] position within all layers
+    rows: torch.Tensor  # [u x 5+nc] slopes in these cells
+    objectness: torch.Tensor  # [cells of all layers] slopes everywhere, in addition
 
 
 class View(NamedTuple):
@@ -56,14 +78,17 @@ class BatchedLoss(ComputeLoss):
     def __init__(self, model):
         super().__init__(model)
         self._anchors = None  # (tensor of the head, its version, copy on the host)
+        self.graphs = LossGraphs(self.learn)
 
     def __call__(self, predictions, targets, images=None):
         """As ComputeLoss; `targets` on the host save waiting for the device."""
         image_size = None if images is None else tuple(images[0].shape[-2:])
         shapes = [prediction.shape for prediction in predictions[: self.head.nl]]
         device = predictions[0].device
-        plans = self.prepare(targets, shapes, image_size, padded=device.type != "cpu")
-        return self.compute(predictions, [plan.to(device) for plan in plans])
+        graph = self.graphs.find(predictions, self._settings())
+        room = graph and graph.room.sizes
+        plans = self.prepare(targets, shapes, image_size, padded=device.type != "cpu", at_least=room)
+        return self.compute(predictions, [plan.to(device) for plan in plans], graph)
 
     def prepare(self, targets, shapes, image_size=None, padded=True, at_least=None):
         """The Plan of each kind of candidates, on the host.
@@ -91,16 +116,26 @@ class BatchedLoss(ComputeLoss):
             self._anchors = anchors, anchors._version, anchors.detach().cpu().clone()
         return self._anchors[2]
 
-    def compute(self, predictions, plans):
-        """Loss [1] and items [4] of `predictions` with `plans` on their device. Fixed shapes; waits for nothing."""
-        lead, auxiliary = predictions[: self.head.nl], predictions[self.head.nl :]
-        view = look(lead, plans[0])
-        total, items = self._branch(lead, view, plans[0], self.owners(view, plans[0]), 1.0)
-        if len(plans) > 1:
-            owner = self.owners(look(lead, plans[1]), plans[1])
-            more = self._branch(auxiliary, look(auxiliary, plans[1]), plans[1], owner, AUXILIARY_WEIGHT)
-            total, items = total + more[0], items + more[1]
-        return total, items
+    def compute(self, predictions, plans, graph=None):
+        """Loss [1] and items [4] of `predictions` with `plans` on their device. Fixed shapes; waits for nothing.
+
+        `graph` may replay `learn`.
+        """
+        branches = [predictions[: self.head.nl], predictions[self.head.nl :]][: len(plans)]
+        seen = [see(branch, plan, branches[0]) for branch, plan in zip(branches, plans, strict=True)]
+        learnt = graph.learn(seen, plans) if graph else self.learn(seen, plans)
+        return attach(branches, learnt)
+
+    @torch.no_grad()
+    def learn(self, seen, plans):
+        """The Learnt of each branch of the head from its Seen and its Plan."""
+        shares = (1.0, AUXILIARY_WEIGHT)
+        return [self._branch(*branch) for branch in zip(seen, plans, shares[: len(plans)], strict=True)]
+
+    def _settings(self):
+        """What `learn` depends on apart from its arguments."""
+        names = ("box", "obj", "cls", "cls_pw", "obj_pw", "fl_gamma", "label_smoothing")
+        return self.head.nc, self.gr, *self.balance, *map(self.hyp.get, names)
 
     def owners(self, view, plan):
         """The target of each candidate [m], -1 for none."""
@@ -110,23 +145,26 @@ class BatchedLoss(ComputeLoss):
             boxes = view[1:] if view.rows.dtype == torch.float32 else None
             return assign_batched.owners(view.rows, plan, self.NUM_IOUS, boxes)
 
-    def _branch(self, predictions, view, plan, owner, share):
-        """Loss and items of one branch of the head, `share` of them; its gradient goes to `predictions`."""
-        layout, sizes = plan.layout, plan.sizes.cells
+    def _branch(self, seen, plan, share):
+        """The Learnt of one branch of the head, `share` of its loss."""
+        layout, sizes, batch_size = plan.layout, plan.sizes.cells, plan.shapes[0][0]
+        view = look(seen.rows, layout)
+        owner = self.owners(view if seen.judged is None else look(seen.judged, layout), plan)
         if not plan.padded:  # nobody asks for fixed shapes, so only matches are computed
             view, layout, sizes, owner = only_matches(view, layout, sizes, owner)
-        with torch.no_grad(), torch.autocast(owner.device.type, enabled=False):
+        with torch.autocast(owner.device.type, enabled=False):
             matched = matched_candidates(layout, owner, len(sizes))
             gains = [share * self.hyp[gain] for gain in ("box", "obj", "cls")]
-            slopes = [gain * len(predictions[0]) for gain in gains]  # the loss is multiplied by the batch size
+            slopes = [gain * batch_size for gain in gains]  # the loss is multiplied by the batch size
             class_term, rows = self._class_term(view, layout, matched, slopes[2])
             box, overlap, rows[:, :4] = self._box_term(view, layout, matched, slopes[0])
             wanted = self._wanted_objectness(view, matched, overlap)
-            object_term, rows[:, 4], objectness = self._object_term(predictions, view, wanted, sizes, slopes[1])
+            counts = [math.prod(shape[:4]) for shape in plan.shapes]
+            logits = seen.objectness, counts
+            object_term, rows[:, 4], objectness = self._object_term(logits, view, wanted, sizes, slopes[1])
             items = [gain * term for gain, term in zip(gains, (box, object_term, class_term), strict=True)]
             items = torch.stack((*items, sum(items)))
-            total = items[3:] * len(predictions[0])
-        return KnownSlopes.apply(total, layout.cell_index, sizes, rows, objectness, *predictions), items
+        return Learnt(items[3:] * batch_size, items, layout.cell_position, rows, objectness)
 
     def _class_term(self, view, layout, matched, gain):
         """Class loss, and `gain` times its slopes for the cells, as columns 5 and up of [u x 5+nc].
@@ -178,14 +216,16 @@ class BatchedLoss(ComputeLoss):
         wanted = torch.where(last >= 0, score[last], 0.0)
         return wanted.to(view.rows.dtype).float()  # stock behaviour: rounded like the predictions
 
-    def _object_term(self, predictions, view, wanted, sizes, gain):
-        """Objectness loss, and `gain` times its slopes: what objects add in the cells [u], and all cells without."""
+    def _object_term(self, everywhere, view, wanted, sizes, gain):
+        """Objectness loss, and `gain` times its slopes: what objects add in the cells [u], and all cells without.
+
+        everywhere  logits [cells of all layers], and the number of cells of each layer
+        """
         settings = self.hyp["obj_pw"], self.hyp["fl_gamma"]
-        logits = torch.cat([prediction[..., 4].reshape(-1) for prediction in predictions]).float()
+        logits, counts = everywhere
         value, slope = binary_loss(logits, 0.0, *settings)
         more, more_slope = binary_loss_change(view.rows[:, 4].float(), wanted, 0.0, *settings)
 
-        counts = [prediction[..., 4].numel() for prediction in predictions]
         factors = [balance / count for balance, count in zip(self.balance, counts, strict=True)]
         slope_factors = [gain * factor for factor in factors]
         torch._foreach_mul_([*value.split(counts), *more.split(sizes)], factors * 2)
@@ -210,10 +250,28 @@ CLASSES = LossClasses(BatchedLoss, BatchedLossOTA, BatchedLossAuxOTA)
 
 
 @torch.no_grad()
-def look(predictions, plan):
-    """The View of the cells of `plan`."""
-    layout = plan.layout
-    rows = gather_rows(layout.cell_index, plan.sizes.cells, predictions)
+def see(predictions, plan, lead):
+    """The Seen of a branch with `predictions` per layer in the cells of `plan`; `lead` are those of the lead heads."""
+    cells = plan.layout.cell_index, plan.sizes.cells
+    judged = None if predictions is lead else gather_rows(*cells, lead)
+    objectness = torch.cat([prediction[..., 4].reshape(-1) for prediction in predictions]).float()
+    return Seen(gather_rows(*cells, predictions), objectness, judged)
+
+
+def attach(branches, learnt):
+    """Loss [1] and items [4] over all branches; the gradient of the loss goes to their predictions."""
+    results = [
+        (KnownSlopes.apply(mine.total, mine.cells, mine.rows, mine.objectness, *predictions), mine.items)
+        for predictions, mine in zip(branches, learnt, strict=True)
+    ]
+    (total, items), *rest = results
+    for more in rest:
+        total, items = total + more[0], items + more[1]
+    return total, items
+
+
+def look(rows, layout):
+    """The View of `rows` [u x 5+nc] in the cells of `layout`."""
     centre, size = boxes_in_cells(rows, layout)
     return View(rows, centre.float(), size.float())
 
@@ -225,7 +283,7 @@ def only_matches(view, layout, sizes, owner):
     ends = torch.tensor(sizes).cumsum(0)
     sizes = torch.searchsorted(cells, ends).diff(prepend=ends.new_zeros(1)).tolist()
     layout = layout._replace(
-        cell_index=layout.cell_index[cells], geometry=layout.geometry[cells], cell_of_candidate=cell,
+        cell_position=layout.cell_position[cells], geometry=layout.geometry[cells], cell_of_candidate=cell,
         layer_of_candidate=layout.layer_of_candidate[candidate],
     )  # fmt: skip
     return View(*(part[cells] for part in view)), layout, tuple(sizes), owner[candidate]

@@ -89,32 +89,27 @@ def complete_iou(centres, sizes, eps=1e-7):
 
 
 class KnownSlopes(torch.autograd.Function):
-    """(loss [1], cell_index [u], sizes, rows [u x 5+nc], objectness [cells of all layers], *predictions) -> the loss.
+    """(loss [1], cells [u], rows [u x 5+nc], objectness [cells of all layers], *predictions) -> the loss.
 
-    Its gradient in the predictions is known: `rows` for the cells `cell_index`, of which each layer has one of `sizes`,
-    and in addition `objectness`. It is as large as the predictions, so it is written once, when it is asked for.
+    Its gradient in the predictions is known: `rows` for the `cells`, counted through all layers, and in addition
+    `objectness`. It is as large as the predictions, so it is written once, when it is asked for.
     """
 
     @staticmethod
-    def forward(ctx, loss, cell_index, sizes, rows, objectness, *predictions):
-        ctx.save_for_backward(cell_index, rows, objectness)
-        ctx.sizes = sizes
-        ctx.shapes, ctx.dtypes = [p.shape for p in predictions], [p.dtype for p in predictions]
+    def forward(ctx, loss, cells, rows, objectness, *predictions):
+        ctx.save_for_backward(cells, rows, objectness)
+        ctx.shapes, ctx.dtype = [prediction.shape for prediction in predictions], predictions[0].dtype
         return loss.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, scale):
-        cell_index, rows, objectness = ctx.saved_tensors
-        rows, objectness = rows * scale, objectness * scale
-        counts = [math.prod(shape[:4]) for shape in ctx.shapes]
-        parts = zip(cell_index.split(ctx.sizes), rows.split(ctx.sizes), objectness.split(counts), strict=True)
-        gradients = []
-        for shape, dtype, (index, row, dense) in zip(ctx.shapes, ctx.dtypes, parts, strict=True):
-            gradient = zeros((len(dense), shape[-1]), dtype, rows.device)
-            gradient[:, 4] = dense
-            gradients.append(gradient.index_add_(0, index, row.to(dtype)).view(shape))
-        return None, None, None, None, None, *gradients
+        cells, rows, objectness = ctx.saved_tensors
+        gradient = zeros((len(objectness), rows.shape[1]), ctx.dtype, rows.device)
+        gradient[:, 4] = objectness * scale
+        gradient.index_add_(0, cells, (rows * scale).to(ctx.dtype))
+        layers = gradient.split([math.prod(shape[:4]) for shape in ctx.shapes])
+        return None, None, None, None, *(layer.view(shape) for layer, shape in zip(layers, ctx.shapes, strict=True))
 
 
 def zeros(shape, dtype, device):

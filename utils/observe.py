@@ -273,6 +273,18 @@ def override(arguments, overrides):
     return words
 
 
+def bind_values(words, names):
+    """`words` of a command line with `--b --fast` written as `--b=--fast` for the options in `names`.
+
+    argparse would take such a value for another option.
+    """
+    words, bound = list(words), []
+    while words:
+        word = words.pop(0)
+        bound.append(f"{word}={words.pop(0)}" if word in names and words else word)
+    return bound
+
+
 def check_arguments(arguments, where):
     """Raise ValueError when train.py would not understand the command line that came from `where`."""
     parser = train_parser()
