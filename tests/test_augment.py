@@ -12,6 +12,7 @@ from utils import augment
 from utils.augment import (
     Warp,
     augment_hsv,
+    blended,
     box_candidates,
     copy_paste,
     draw_warp,
@@ -90,6 +91,14 @@ def test_mixup_golden():
     parity.check("data mixup", "img", img, arrays["img"])
     assert labels[:, 0].tolist() == [0, 1, 1]
     check_streams("c_mixup", entry["after"], generators=("np",))
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.37, 0.3, 0.1 + 0.2, 1 / 3, 0.70000001, 0.25, 0.99, 0.123456789])
+def test_blending_cuts_off_like_the_exact_sum(ratio):
+    """For every pair of levels, also where nothing quicker than a table gives them (3/10, 1/4: many whole numbers)."""
+    first, second = (np.repeat(levels.ravel(), 3).reshape(256, 256, 3) for levels in np.indices((256, 256), np.uint8))
+    expected = (first * ratio + second * (1 - ratio)).astype(np.uint8)
+    assert np.array_equal(blended(first, second, ratio), expected)
 
 
 @pytest.mark.parametrize("name", golden_data.names("c_copy_paste"))

@@ -1,32 +1,21 @@
-"""The opt-in loaders: the same batches as the reference whatever the flags, and ends that leave nothing behind."""
+"""The opt-in loaders: the same batches as the reference whatever the flags, in buffers that nobody overwrites."""
 
-import gc
 import itertools
 import os
-import signal
-import subprocess
-import sys
-import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from tqdm import tqdm
 
 from tests import golden_data
+from tests.loader_cases import BATCH, HYP, OPT, assert_same, copied, make_loader, read, same
 from utils import fast_loader
 from utils.datasets import LoadImagesAndLabels, create_dataloader
-from utils.loader_workers import LoaderError, about
+from utils.loader_workers import LoaderError
 from utils.seeding import KeyedDataset
 from utils.slabs import Assembly, Ring, SlabLoader, choose_micro_batch, ring_length
-
-ROOT = Path(__file__).resolve().parents[1]
-OPT = SimpleNamespace(single_cls=False)
-HYP = golden_data.ALL_AUGMENTATIONS
-BATCH = 5  # does not divide the 12 pictures
 
 
 @pytest.fixture(scope="module")
@@ -37,42 +26,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def many_cores(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
-
-
-def make_loader(folder, workers=2, batch=BATCH, augment=True, **options):
-    options = {"seed": 7} | options
-    return create_dataloader(
-        str(folder / "all.txt"), 64, batch, 32, OPT, hyp=HYP, augment=augment, workers=workers, **options
-    )
-
-
-def copied(batch):
-    images, targets, paths, shapes = batch
-    return images.numpy().copy(), targets.numpy().copy(), paths, shapes
-
-
-def read(folder, epochs=3, before_epoch=lambda epoch, dataset: None, **options):
-    """All batches of some epochs, one list for each epoch."""
-    loader, dataset = make_loader(folder, **options)
-    passes = []
-    for epoch in range(epochs):
-        before_epoch(epoch, dataset)
-        passes.append([copied(batch) for batch in loader])
-        assert len(passes[-1]) == len(loader)
-    return passes
-
-
-def same(first, second):
-    return len(first) == len(second) and all(
-        np.array_equal(a[0], b[0]) and np.array_equal(a[1], b[1]) and a[2:] == b[2:]
-        for a, b in zip(first, second, strict=True)
-    )
-
-
-def assert_same(first, second):
-    assert len(first) == len(second)
-    for epoch, (a, b) in enumerate(zip(first, second, strict=True)):
-        assert same(a, b), f"epoch {epoch}"
 
 
 # equality
@@ -322,170 +275,3 @@ def test_too_little_shared_memory_is_said_before(folder, monkeypatch, caplog):
     monkeypatch.setattr(fast_loader.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     make_loader(folder, persistent_workers=True)
     assert "of /dev/shm, and 0.0 GB are free" in caplog.text
-
-
-# accidents
-
-
-def children():
-    """Processes that this one has started and that are still there."""
-    found = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-    return {int(pid) for pid in found}
-
-
-@pytest.fixture
-def no_orphans():
-    before = children()
-    yield
-    deadline = time.monotonic() + 5
-    while children() - before and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not children() - before
-
-
-def broken_loader(folder, monkeypatch, accident, **options):
-    """A loader for whose picture number 8 something happens."""
-    sample = LoadImagesAndLabels.__getitem__
-
-    def getitem(dataset, index):
-        if dataset.indices[index] == 8:
-            accident()
-        return sample(dataset, index)
-
-    monkeypatch.setattr(LoadImagesAndLabels, "__getitem__", getitem)
-    loader, dataset = make_loader(folder, worker_tensor=True, **options)
-    return loader, dataset.img_files[8]
-
-
-def out_of_memory():
-    raise MemoryError
-
-
-def refuse():
-    raise ValueError("the picture changed its size")
-
-
-def crash():
-    signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # else pytest writes a long dump
-    os.kill(os.getpid(), signal.SIGSEGV)
-
-
-ACCIDENTS = {
-    "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), r"was killed by SIGKILL \(out of memory\?.* worked on "),
-    "crashed": (crash, "was killed by SIGSEGV while it worked on "),
-    "left": (lambda: os._exit(3), "ended by itself with status 3 while it worked on "),
-    "memory": (out_of_memory, "out of memory"),
-    "refused": (refuse, "the picture changed its size"),
-    "error": (lambda: 1 // 0, "ZeroDivisionError: integer"),
-}
-
-
-@pytest.mark.parametrize("name", ACCIDENTS)
-def test_accident_in_a_worker_is_one_error_that_names_the_sample(name, folder, monkeypatch, no_orphans):
-    accident, message = ACCIDENTS[name]
-    loader, path = broken_loader(folder, monkeypatch, accident)
-    start = time.monotonic()
-    with pytest.raises(LoaderError, match=message) as caught:
-        list(loader)
-    assert path in str(caught.value)
-    assert time.monotonic() - start < 5
-
-
-def test_stuck_worker_is_given_up(folder, monkeypatch, no_orphans):
-    loader, path = broken_loader(folder, monkeypatch, lambda: time.sleep(60), timeout=1)
-    with pytest.raises(LoaderError, match="delivered nothing for 1 s") as caught:
-        list(loader)
-    assert path in str(caught.value)
-
-
-def test_stopped_worker_is_given_up(folder, no_orphans):
-    loader, _ = make_loader(folder, workers=1, worker_tensor=True, timeout=1)
-    os.kill(loader.workers.processes[0].pid, signal.SIGSTOP)
-    with pytest.raises(LoaderError, match="delivered nothing for 1 s"):
-        for _ in range(10):
-            list(loader)
-
-
-def test_idle_worker_that_is_killed_is_noticed(folder, no_orphans):
-    loader, _ = make_loader(folder, worker_tensor=True)
-    list(loader)
-    os.kill(loader.workers.processes[0].pid, signal.SIGKILL)
-    with pytest.raises(LoaderError, match="was killed by SIGKILL"):
-        for _ in range(10):
-            list(loader)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_error_in_a_torch_worker(workers, folder, monkeypatch):
-    sample = LoadImagesAndLabels.__getitem__
-    monkeypatch.setattr(LoadImagesAndLabels, "__getitem__", lambda d, i: refuse() if i == 8 else sample(d, i))
-    loader, dataset = make_loader(folder, workers, prefetch_factor=1)
-    with pytest.raises(LoaderError, match="the picture changed its size") as caught:
-        list(loader)
-    assert dataset.img_files[8] in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_an_error_names_its_file_once():
-    assert about("a/b.png", "out of memory") == "a/b.png: out of memory"
-    assert about("a/b.png", "a/b.png: cannot be opened") == "a/b.png: cannot be opened"
-    assert about("a\nb.png", "a\\nb.png: cannot be opened") == "a\\nb.png: cannot be opened"
-
-
-def resources():
-    gc.collect()  # the loaders of earlier tests
-    shared = len(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else 0
-    return len(os.listdir("/proc/self/fd")), threading.active_count(), shared, len(children())
-
-
-@pytest.mark.parametrize("flags", [{}, {"persistent_workers": True}], ids=str)
-@pytest.mark.parametrize("image_weights", [False, True])
-def test_twenty_epochs_leak_nothing(flags, image_weights, folder, no_orphans, monkeypatch):
-    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # no thread that watches progress bars
-    gc.collect()  # whatever earlier tests left
-    outside = resources()
-    loader, _ = make_loader(folder, worker_tensor=True, image_weights=image_weights, **flags)
-    seen = set()
-    for _ in range(20):
-        for _ in loader:
-            pass
-        seen.add(resources())
-    assert len(seen) == 1
-    del loader
-    assert resources() == outside
-
-
-PROGRAM = """
-import os, sys, time
-from types import SimpleNamespace
-os.cpu_count = lambda: 4
-from tests import golden_data
-from utils.datasets import create_dataloader
-loader, _ = create_dataloader(sys.argv[1], 64, 4, 32, SimpleNamespace(single_cls=False), augment=True,
-                              hyp=golden_data.ALL_AUGMENTATIONS, workers=3, worker_tensor=True)
-print(*(process.pid for process in loader.workers.processes), flush=True)
-while True:
-    list(loader)
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_end_of_the_main_process_ends_the_workers(number, folder):
-    program = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(folder / "all.txt")], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
-    workers = [int(pid) for pid in program.stdout.readline().split()]
-    assert len(workers) == 3
-    os.killpg(program.pid, number) if number == signal.SIGINT else program.send_signal(number)
-    assert program.wait(10) != 0
-    deadline = time.monotonic() + 10
-    while (alive := [pid for pid in workers if is_running(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not alive
-
-
-def is_running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False

@@ -107,11 +107,11 @@ def test_disagreement_is_noticed(monkeypatch):
     assert not finishing.agrees_with_table(320)
 
 
-@pytest.mark.parametrize("probability", [0.0, 0.5, 1.0])
-def test_loader_that_finishes_later(probability, folder, monkeypatch):
-    """Every augmentation, with objects pasted in for some, all or none of the samples."""
+@pytest.mark.parametrize(("probability", "degrees"), [(0.0, 0), (0.5, 0), (0.5, 10), (1.0, 10)])
+def test_loader_that_finishes_later(probability, degrees, folder, monkeypatch):
+    """Every augmentation, with objects pasted in for some, all or none of the samples; only straight warps can wait."""
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
-    hyp = golden_data.ALL_AUGMENTATIONS | {"paste_in": probability}
+    hyp = golden_data.ALL_AUGMENTATIONS | {"paste_in": probability, "degrees": degrees, "shear": degrees}
 
     def batches(**flags):
         loader, _ = create_dataloader(str(folder / "all.txt"), 64, 5, 32, SimpleNamespace(single_cls=False), hyp=hyp,

@@ -28,7 +28,7 @@ from utils.augment import (
 from utils.boxes import xywhn2xyxy, xyxy2xywh
 from utils.dist import rank_zero_first
 from utils.fast_loader import Settings, build_loader, max_pixels, warn_about_shared_memory
-from utils.finishing import AtOnce
+from utils.finishing import AtOnce, whole
 from utils.image_cache import use_disk_cache
 from utils.inference_sources import LoadImages
 from utils.labels import img2label_paths, scan_dataset
@@ -265,7 +265,7 @@ class LoadImagesAndLabels(Dataset):
         if self.augment:
             colours = draw_colours(self.hyp["hsv_h"], self.hyp["hsv_s"], self.hyp["hsv_v"])
             is_pasting = random.random() < self.hyp["paste_in"]
-            self.finish.recolour(img, colours, now=is_pasting)
+            img = self.finish.recolour(img, colours, now=is_pasting)
             if is_pasting:
                 labels = pastein(img, labels, self.samples_to_paste())
 
@@ -283,7 +283,8 @@ class LoadImagesAndLabels(Dataset):
         if random.random() < self.hyp["mixup"]:
             load = self._draw_layout()
             # stock behaviour: the partner is any picture, even when `indices` are weighted
-            img, labels = mixup(img, labels, *load(self, random.randint(0, self.n - 1)))
+            other, more = load(self, random.randint(0, self.n - 1))
+            img, labels = mixup(whole(img), labels, whole(other), more)
         return img, labels
 
     def _draw_layout(self):

@@ -13,7 +13,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, get_worker_info
 
 from utils.files import printable
-from utils.finishing import agrees_with_table
+from utils.finishing import RECIPE, agrees_with_table, recipe_bytes
+from utils.late_warp import ROOM, warps_in_fixed_point
 from utils.loader_workers import LoaderError, about, can_fork, end_with_a_lost_batch, in_words, shared_array
 from utils.seeding import EpochOrder, KeyedDataset, SeededQuad, WithKeys
 from utils.short_epochs import ShortEpochs
@@ -130,6 +131,8 @@ def build_loader(dataset, batch_size, workers, settings, *, rank=-1, world_size=
         source.share_indices()
     batch_bytes = 3 * max_pixels(dataset) * (max(batch_size, 4) if collate_fn4 else batch_size)
     if settings.worker_tensor:
+        recipe = recipe_for(dataset, collate_fn4) if settings.finish_later else 0
+        batch_bytes *= ROOM if recipe > RECIPE else 1
         micro_batch = min(settings.micro_batch_size or choose_micro_batch(batch_size, workers), batch_size)
         prefetch = settings.prefetch_factor or 2
         check_memory(ring_length(workers, prefetch, micro_batch, batch_size) * batch_bytes)
@@ -137,7 +140,7 @@ def build_loader(dataset, batch_size, workers, settings, *, rank=-1, world_size=
             source, batches, batch_size, batch_bytes, workers,
             micro_batch=micro_batch, prefetch=prefetch, timeout=settings.timeout, collate_group=collate_fn4,
             endless=not image_weights, persistent=settings.persistent_workers, lock_pages=torch.cuda.is_available(),
-            finish_later=settings.finish_later and may_finish_later(dataset, collate_fn4),
+            recipe_bytes=recipe,
         )  # fmt: skip
     named = samples = _NamedErrors(source, workers)
     collate = collate_fn4 or collate_fn
@@ -153,9 +156,11 @@ def build_loader(dataset, batch_size, workers, settings, *, rank=-1, world_size=
     )  # fmt: skip
 
 
-def may_finish_later(dataset, collate_group):
-    """Whether the last steps of the samples give the same bytes for whole batches on a GPU."""
-    return dataset.augment and not dataset.rect and not collate_group and agrees_with_table(dataset.img_size)
+def recipe_for(dataset, collate_group):
+    """Bytes that tell the last steps of a sample; 0 if whole batches on a GPU would not get the same pixels."""
+    if not dataset.augment or dataset.rect or collate_group or not agrees_with_table(dataset.img_size):
+        return 0
+    return recipe_bytes(dataset.img_size, dataset.mosaic and warps_in_fixed_point(dataset.img_size))
 
 
 def _enter(source, worker_id):

@@ -1,11 +1,11 @@
-"""The last steps of a training sample: colours, flips, and pixels into the order that a network reads.
+"""The last steps of a training sample: warp, colours, flips, and pixels into the order that a network reads.
 
     AtOnce  in the worker that made the sample, as stock YOLOv7 does it
     Later   on the GPU, for a whole batch: the worker writes the picture as it is and a recipe of what is left to do
 
 Both give the same bytes, for rows of a length that `agrees_with_table`. The way to HSV is integer arithmetic; the way
 back is looked up in a table that OpenCV itself has filled. The picture of a sample that gets objects pasted in needs
-its colours before that, so it has them at once.
+its colours before that, so it has them at once; when the warp can wait is said in late_warp.py.
 """
 
 from functools import lru_cache
@@ -17,19 +17,25 @@ import numpy as np
 import torch
 
 from utils.augment import apply_tables
+from utils.late_warp import ROOM, Unwarped, grid_bytes, warp_with_grid, whole
 
 HUES = 180
 TABLES = 3 * 256  # bytes of the tables in a recipe
-RECOLOURED, UPSIDE_DOWN, MIRRORED = range(TABLES, TABLES + 3)  # places of the yes-or-no bytes
-RECIPE = TABLES + 4  # bytes
+RECOLOURED, UPSIDE_DOWN, MIRRORED, UNWARPED = range(TABLES, TABLES + 4)  # places of the yes-or-no bytes
+RECIPE = TABLES + 4  # bytes of a recipe without a warp; what `late_warp` needs comes behind, if it may wait
 
 
 class AtOnce:
     """Every step where it stands."""
 
+    def warped(self, mosaic, warp):
+        """The picture [h x w x 3: BGR] that `warp` makes of `mosaic`."""
+        return Unwarped(mosaic, warp).whole()
+
     def recolour(self, img, colours, now):
-        """Give `img` [h x w x 3: BGR] other colours, in place."""
+        """`img` [h x w x 3: BGR] with other colours, perhaps changed in place."""
         colours.apply(img)
+        return img
 
     def flip(self, img, axis):
         """`img` upside down (axis 0) or mirrored (axis 1)."""
@@ -43,34 +49,61 @@ class AtOnce:
 
 
 class Later:
-    """Writes the steps down in `recipe` [RECIPE bytes], which has to be set for each sample."""
+    """Writes the steps down in `recipe` [bytes], which has to be set for each sample.
+
+    Where it has no more than RECIPE bytes, the worker warps.
+    """
 
     recipe = None
 
     def begin(self, recipe):
         self.recipe = recipe
-        recipe[TABLES:] = 0
+        recipe[TABLES:RECIPE] = 0
+
+    def warped(self, mosaic, warp):
+        """An Unwarped."""
+        return Unwarped(mosaic, warp)
 
     def recolour(self, img, colours, now):
         if now:
+            img = whole(img)
             colours.apply(img)
         else:
             self.recipe[:TABLES] = colours.tables().ravel()
             self.recipe[RECOLOURED] = 1
+        return img
 
     def flip(self, img, axis):
         self.recipe[MIRRORED if axis else UPSIDE_DOWN] = 1
         return img
 
     def pixels(self, img, new_image):
-        """The picture [h x w x 3: BGR] itself."""
-        picture = new_image(img.shape, np.uint8)
-        picture[:] = img
-        return picture
+        """The picture [h x w x 3: BGR] itself, or the part of a mosaic that the GPU has to warp.
+
+        Where there is a choice, the picture is the upper part of [ROOM * h x w x 3].
+        """
+        height, width, _ = img.shape
+        may_wait = len(self.recipe) > RECIPE
+        place = new_image((ROOM * height if may_wait else height, width, 3), np.uint8)
+        if not isinstance(img, Unwarped):
+            place[:height] = img
+        elif may_wait and img.write(place, self.recipe[RECIPE:].view(np.int32)):
+            self.recipe[UNWARPED] = 1
+        else:
+            img.whole(out=place[:height])
+        return place
+
+
+def recipe_bytes(size, warp_later):
+    """Length of a recipe for a picture of `size` x `size` pixels."""
+    return RECIPE + (grid_bytes(size) if warp_later else 0)
 
 
 class Unfinished(NamedTuple):
-    """A batch of pictures with what is left to do: pixels uint8 [b x h x w x 3: BGR], recipes uint8 [b x RECIPE]."""
+    """A batch of pictures with what is left to do: pixels uint8 [b x rows x w x 3: BGR], recipes uint8 [b x bytes].
+
+    There are h rows, or ROOM times as many where recipes tell of warps.
+    """
 
     pixels: torch.Tensor
     recipes: torch.Tensor
@@ -78,12 +111,18 @@ class Unfinished(NamedTuple):
     def __len__(self):
         return len(self.pixels)
 
+    @property
+    def image_shape(self):
+        """(b, h, w, 3)."""
+        batch, rows, width, channels = self.pixels.shape
+        return batch, rows // ROOM if self.recipes.shape[1] > RECIPE else rows, width, channels
+
     def finished(self, out=None):
         """The images [b x 3 x h x w: RGB] in channels-last order, on the device where the pixels are.
 
         `out` [b x h x w x 3] takes their bytes. On a GPU the work is queued on the current stream.
         """
-        out = torch.empty_like(self.pixels) if out is None else out
+        out = self.pixels.new_empty(self.image_shape) if out is None else out
         if self.pixels.is_cuda:
             from utils.finishing_kernel import finish
 
@@ -96,7 +135,10 @@ class Unfinished(NamedTuple):
 
 def _finish(picture, recipe, place):
     """One picture, on the host."""
-    img = picture.copy()
+    if recipe[UNWARPED]:
+        img = warp_with_grid(picture, recipe[RECIPE:].view(np.int32))
+    else:
+        img = picture[: len(place)].copy()
     if recipe[RECOLOURED]:
         apply_tables(img, recipe[:TABLES].reshape(3, 256))
     for is_wanted, axis in ((recipe[UPSIDE_DOWN], 0), (recipe[MIRRORED], 1)):

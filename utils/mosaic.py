@@ -5,13 +5,13 @@ those of which something shows. Draws never depend on pixels, so this changes no
 """
 
 import random
+from functools import cached_property
 from typing import NamedTuple
 
 import cv2
 import numpy as np
 
 from utils.augment import GREY, copy_paste, draw_warp, reused, warp_labels
-from utils.boxes import xywhn2xyxy
 from utils.images import read_image
 from utils.paste_in import sample_segments
 from utils.polygons import Polygons
@@ -66,43 +66,57 @@ class Mosaic:
         self.side = 2 * dataset.img_size
         self.shape = self.side, self.side, 3
 
+    @cached_property
+    def places(self):
+        """What each label is scaled and shifted by [n x 4: width, height, x, y of its tile, float32]."""
+        corners = [(tile.width, tile.height, tile.x, tile.y) for tile in self.tiles]
+        return np.array(corners, np.float32).repeat([len(self.dataset.labels[tile.index]) for tile in self.tiles], 0)
+
     def labels(self):
         """Labels of all pictures [n x 5: class, x1, y1, x2, y2] in pixels, clipped to the canvas."""
-        rows = [self.dataset.labels[tile.index] for tile in self.tiles]
-        labels = np.concatenate(rows)
-        places = np.array([(tile.width, tile.height, tile.x, tile.y) for tile in self.tiles], np.float32)
-        places = np.repeat(places, [len(own) for own in rows], axis=0)
-        boxes = xywhn2xyxy(labels[:, 1:], *places.T)
+        labels = np.concatenate([self.dataset.labels[tile.index] for tile in self.tiles])
+        centre, half, size, shift = labels[:, 1:3], labels[:, 3:] / 2, self.places[:, :2], self.places[:, 2:]
+        high = size * (centre + half) + shift
+        labels[:, 1:3], labels[:, 3:] = size * (centre - half) + shift, high
+        boxes = labels[:, 1:]
         if self.window is not None:
             boxes -= np.array(self.window * 2, np.float32)
-        np.clip(boxes, 0, self.side, out=labels[:, 1:])
+        np.minimum(np.maximum(boxes, 0, out=boxes), self.side, out=boxes)
         return labels
 
-    def segments(self):
-        """The polygon [m x 2] of each label in pixels, clipped to the canvas, as Polygons; none for mere boxes."""
+    def segments(self, chosen=None):
+        """The polygon [m x 2] of each label in pixels, clipped to the canvas, as Polygons; none for mere boxes.
+
+        Only those of the labels where `chosen` [n] is true, or of all.
+        """
         parts = [self._polygons(tile) for tile in self.tiles]
-        points, start = np.concatenate([part.points for part in parts]), 0
-        for tile, part in zip(self.tiles, parts, strict=True):
-            own = points[start : start + len(part.points)]
-            own *= np.array((tile.width, tile.height), np.float32)
-            own += np.array((tile.x, tile.y), np.float32)
-            start += len(own)
+        points, counts = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        places = self.places
+        if chosen is not None:
+            points, counts, places = points[chosen.repeat(counts)], counts[chosen], places[chosen]
+        places = places.repeat(counts, 0)
+        points *= places[:, :2]
+        points += places[:, 2:]
         if self.window is not None:
             points = points - np.array(self.window)  # in float64 from here on, as in stock
-        np.clip(points, 0, self.side, out=points)
-        return Polygons(points, np.concatenate([part.counts for part in parts]))
+        np.minimum(np.maximum(points, 0, out=points), self.side, out=points)
+        return Polygons(points, counts)
 
     def _polygons(self, tile):
-        polygons, num_labels = self.dataset.segments[tile.index], len(self.dataset.labels[tile.index])
-        return Polygons.of(polygons) if len(polygons) else Polygons(NO_POLYGON, np.zeros(num_labels, np.int64))
+        """The polygons of a picture as they are in its label file: (points [k x 2], counts [n])."""
+        polygons = self.dataset.segments[tile.index]
+        if len(polygons):
+            polygons = Polygons.of(polygons)
+            return polygons.points, polygons.counts
+        return NO_POLYGON, np.zeros(len(self.dataset.labels[tile.index]), np.int64)
 
     def __getitem__(self, slices):
         """Pixels of `mosaic[y1:y2, x1:x2]` [h x w x 3]; reads only the pictures that show there."""
         rows, columns = slices
         (y1, y2, _), (x1, x2, _) = rows.indices(self.side), columns.indices(self.side)
-        canvas = np.empty((y2 - y1, x2 - x1, 3), np.uint8)
-        self._paint(canvas, x1, y1, (x1, y1, x2, y2))
-        return canvas
+        part = np.empty((y2 - y1, x2 - x1, 3), np.uint8)
+        self.paint(part, x1, y1)
+        return part
 
     def painted(self, visible_area):
         """A canvas [side x side x 4, the last channel without meaning], painted inside `visible_area` (x1, y1, x2, y2).
@@ -111,18 +125,18 @@ class Mosaic:
         """
         x1, y1, x2, y2 = (int(min(max(value, 0), self.side)) for value in visible_area)
         canvas = reused("mosaic", self.side, self.side, 4)
-        self._paint(canvas[y1 : y2 + 1, x1 : x2 + 1], x1, y1, visible_area)
+        self.paint(canvas[y1 : y2 + 1, x1 : x2 + 1], x1, y1)
         return canvas
 
-    def _paint(self, canvas, left, top, visible_area):
-        """Paint `canvas` [h x w x 3 or 4], the part of the mosaic that begins at (left, top)."""
-        seen_x1, seen_y1, seen_x2, seen_y2 = visible_area
+    def paint(self, part, left, top):
+        """Paint `part` [h x w x 3 or 4] of the canvas, which begins at (left, top); reads the pictures that show."""
         origin_x, origin_y = self.window or (0, 0)
-        canvas[...] = GREY
-        for tile in self.tiles:
-            x, y = tile.x - origin_x, tile.y - origin_y
-            if x < seen_x2 and y < seen_y2 and x + tile.width > seen_x1 and y + tile.height > seen_y1:
-                _paste(canvas, self._picture(tile), x - left, y - top)
+        places = [_Place.of(part, tile, tile.x - origin_x - left, tile.y - origin_y - top) for tile in self.tiles]
+        if sum(place.area for place in places) < part.shape[0] * part.shape[1]:  # tiles do not overlap
+            part[...] = GREY
+        for tile, place in zip(self.tiles, places, strict=True):
+            if place.area:
+                place.paste(part, self._picture(tile))
 
     def _picture(self, tile):
         img, _, shape = load_image(self.dataset, tile.index)
@@ -134,18 +148,36 @@ class Mosaic:
         return img
 
 
-def _paste(canvas, img, x, y):
-    """Copy `img` into `canvas` [h x w x 3 or 4] with its top left corner at (x, y); what lies outside is cut off."""
-    height, width = canvas.shape[:2]
-    left, top = max(x, 0), max(y, 0)
-    right, bottom = min(x + img.shape[1], width), min(y + img.shape[0], height)
-    if left >= right or top >= bottom:
-        return
-    shown, place = img[top - y : bottom - y, left - x : right - x], canvas[top:bottom, left:right]
-    if canvas.shape[2] == 3:
-        place[...] = shown
-    else:
-        cv2.cvtColor(shown, cv2.COLOR_BGR2BGRA, dst=place)
+class _Place(NamedTuple):
+    """The part of a canvas that a tile covers, perhaps nothing, and where the tile begins."""
+
+    x: int
+    y: int
+    left: int
+    top: int
+    right: int
+    bottom: int
+
+    @classmethod
+    def of(cls, canvas, tile, x, y):
+        """The place of a `tile` with its top left corner at (x, y) of `canvas`; what lies outside is cut off."""
+        height, width = canvas.shape[:2]
+        left, top = max(x, 0), max(y, 0)
+        right, bottom = min(x + tile.width, width), min(y + tile.height, height)
+        return cls(x, y, left, top, max(right, left), max(bottom, top))
+
+    @property
+    def area(self):
+        return (self.right - self.left) * (self.bottom - self.top)
+
+    def paste(self, canvas, img):
+        """Copy what shows of `img` [h x w x 3] into `canvas` [h x w x 3 or 4]."""
+        shown = img[self.top - self.y : self.bottom - self.y, self.left - self.x : self.right - self.x]
+        place = canvas[self.top : self.bottom, self.left : self.right]
+        if canvas.shape[2] == 3:
+            place[...] = shown
+        else:
+            cv2.cvtColor(shown, cv2.COLOR_BGR2BGRA, dst=place)
 
 
 def _shape(dataset, index):
@@ -207,13 +239,13 @@ def load_samples(dataset, index):
 
 
 def _warped(mosaic, hyp, border):
-    labels, segments = mosaic.labels(), mosaic.segments()
-    canvas = None
+    ranges = [hyp[name] for name in ("degrees", "translate", "scale", "shear", "perspective")]
+    labels = mosaic.labels()
     if hyp["copy_paste"]:
-        canvas = mosaic[:, :]
-        canvas, labels, segments = copy_paste(canvas, labels, segments, hyp["copy_paste"])
-    ranges = (hyp[name] for name in ("degrees", "translate", "scale", "shear", "perspective"))
+        canvas, labels, segments = copy_paste(mosaic[:, :], labels, mosaic.segments(), hyp["copy_paste"])
+        warp = draw_warp(mosaic.side, mosaic.side, *ranges, border)
+        return warp.image(canvas), warp_labels(labels, segments, warp)
     warp = draw_warp(mosaic.side, mosaic.side, *ranges, border)
-    if canvas is None:
-        canvas = mosaic.painted(warp.source_area())
-    return warp.image(canvas), warp_labels(labels, segments, warp)
+    near = warp.may_show(labels[:, 1:])  # the others would be dropped in the end
+    labels = warp_labels(labels[near], mosaic.segments(near), warp)
+    return mosaic.dataset.finish.warped(mosaic, warp), labels

@@ -42,8 +42,10 @@ class Sample:
         stock behaviour: channel values of 0 inside the outline become 255.
         """
         x1, y1, x2, y2 = self.box
-        picture, mask = self.canvas[y1:y2, x1:x2], self._mask()[:, :, None]
-        return np.where(picture > 0, picture & mask, mask)
+        picture, mask = self.canvas[y1:y2, x1:x2].copy(), cv2.cvtColor(self._mask(), cv2.COLOR_GRAY2BGR)
+        picture |= -(picture == 0).view(np.uint8)  # 255 where it is 0
+        picture &= mask
+        return picture
 
     def _mask(self):
         """255 inside the outline, 0 outside [h x w of the box].

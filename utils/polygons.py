@@ -59,18 +59,28 @@ def ends_on_edges(num_vertices):
 
     The last of all points is left out, being the first again.
     """
+    return edge_table(num_vertices)[:2]
+
+
+@cache
+def edge_table(num_vertices):
+    """What is known of the edges of a polygon before its vertices are, float64 [6 x num_vertices].
+
+    Rows: `ends_on_edges`, the numbers of those two points, the points' distance along the outline, the edge's number.
+    """
     steps = np.linspace(0, num_vertices, NUM_STEPS)[:-1]
     edges = np.arange(num_vertices)
     begins = steps.searchsorted(edges)
-    ends = np.append(begins[1:], len(steps))
-    return np.stack((steps[begins], steps[ends - 1])) - edges
+    lasts = np.append(begins[1:], len(steps)) - 1
+    distance = np.full(num_vertices, num_vertices / (NUM_STEPS - 1))
+    return np.stack((steps[begins] - edges, steps[lasts] - edges, begins, lasts, distance, edges))
 
 
 def outline_boxes(polygons, move, width, height):
     """Boxes round the points of each outline that `move` takes into a `width` x `height` picture [4 x n, xyxy].
 
-    `move` maps points [k x 2] and is affine. No polygon is empty or has more than MAX_VERTICES. An outline that is not
-    seen has an infinite box. Internally, x and y come first: [2 x k].
+    `move` maps points, x and y as rows [2 x k], and is affine. No polygon is empty or has more than MAX_VERTICES. An
+    outline that is not seen has an infinite box.
     """
     starts, corner = polygons.starts(), polygons.points.T.astype(np.float64, order="C")
     side = np.empty_like(corner)
@@ -78,33 +88,32 @@ def outline_boxes(polygons, move, width, height):
     last = starts + polygons.counts - 1
     side[:, last] = corner[:, starts] - corner[:, last]
 
-    along = np.concatenate([ends_on_edges(count) for count in polygons.counts.tolist()], axis=1)
-    first, second = (move((side * part + corner).T).T for part in along)
+    edges = np.concatenate([edge_table(count) for count in polygons.counts.tolist()], axis=1)
+    first, second = (move(side * part + corner) for part in edges[:2])
     low, high = np.minimum(first, second), np.maximum(first, second)
     limit = np.array([[width], [height]], np.float64)
     in_full = (low >= 0) & (high <= limit)
     if not in_full.all():
         hidden = ~(in_full[0] & in_full[1])
         cut = np.flatnonzero(hidden & ((high >= 0) & (low <= limit)).all(0))
-        low[:, hidden], high[:, hidden] = np.inf, -np.inf
+        np.copyto(low, np.inf, where=hidden)
+        np.copyto(high, -np.inf, where=hidden)
         if len(cut):
-            low[:, cut], high[:, cut] = _extremes_of_cut(cut, polygons.counts, starts, corner, side, along, move, limit)
+            low[:, cut], high[:, cut] = _extremes_of_cut(edges[2:, cut], corner[:, cut], side[:, cut], move, limit)
     return np.concatenate((np.minimum.reduceat(low, starts, axis=1), np.maximum.reduceat(high, starts, axis=1)))
 
 
-def _extremes_of_cut(edges, counts, starts, corner, side, along, move, limit):
-    """Lowest and highest [2 x e each] of the points inside on `edges` [e], which the border of the picture cuts."""
-    polygon = starts.searchsorted(edges, side="right") - 1
-    step = counts[polygon] / (NUM_STEPS - 1)
-    place = edges - starts[polygon]
-    first, last = np.rint((place + along[:, edges]) / step).astype(np.int64)
-    num_points = last - first + 1
-    begins = np.cumsum(num_points) - num_points
-    of_edge = np.repeat(np.arange(len(edges)), num_points)
-    number = np.arange(len(of_edge)) + (first - begins)[of_edge]
-    part = number * step[of_edge] - place[of_edge]
-    chosen = edges[of_edge]
-    points = move((side[:, chosen] * part + corner[:, chosen]).T).T
+def _extremes_of_cut(edges, corner, side, move, limit):
+    """Lowest and highest [2 x e each] of the points inside on edges that the border of the picture cuts.
+
+    `edges` [4 x e] are rows of their `edge_table`; all points of each edge are looked at, one edge after the other.
+    """
+    first, last, distance, place = edges
+    num_points = (last - first + 1).astype(np.int64)
+    begins = num_points.cumsum() - num_points
+    rows = np.concatenate(([first - begins, distance, place], corner, side)).repeat(num_points, axis=1)
+    number = np.arange(rows.shape[1]) + rows[0]
+    points = move(rows[5:] * (number * rows[1] - rows[2]) + rows[3:5])
     inside = ((points >= 0) & (points <= limit)).all(0)
     return (
         np.minimum.reduceat(np.where(inside, points, np.inf), begins, axis=1),

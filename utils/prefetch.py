@@ -40,7 +40,7 @@ class Slot:
             if not isinstance(images, Unfinished):
                 return self._copied(0, images)
             there = Unfinished(*map(self._copied, range(2), images))
-            return there.finished(out=self._room(2, there.pixels.shape))
+            return there.finished(out=self._room(2, there.image_shape))
 
     def _copied(self, number, part):
         return self._room(number, part.shape).copy_(part, non_blocking=True)

@@ -21,7 +21,7 @@ from itertools import chain, repeat
 import numpy as np
 import torch
 
-from utils.finishing import RECIPE, Later, Unfinished
+from utils.finishing import Later, Unfinished
 from utils.loader_workers import LoaderError, Workers, shared_array
 
 logger = logging.getLogger(__name__)
@@ -30,9 +30,9 @@ logger = logging.getLogger(__name__)
 class Ring:
     """`count` slabs: `num_bytes` for images, and for each sample a recipe (see finishing) and a key (epoch, number)."""
 
-    def __init__(self, count, num_bytes, batch_size):
-        self.num_bytes, self.batch_size = num_bytes, batch_size
-        self.pixels = shared_array((count, num_bytes + batch_size * RECIPE), np.uint8)
+    def __init__(self, count, num_bytes, batch_size, recipe_bytes=0):
+        self.num_bytes, self.recipes_shape = num_bytes, (batch_size, recipe_bytes)
+        self.pixels = shared_array((count, num_bytes + batch_size * recipe_bytes), np.uint8)
         self.keys = shared_array((count, batch_size, 2), np.int64)
         self.free, self.leaving = deque(range(count)), deque()
         self.count, self.is_locked = count, False
@@ -78,8 +78,8 @@ class Ring:
         return self.pixels[slab, start : start + size].reshape(shape)
 
     def recipes(self, slab):
-        """The recipes of the samples in `slab` [batch size x RECIPE]."""
-        return self.pixels[slab, self.num_bytes :].reshape(self.batch_size, RECIPE)
+        """The recipes of the samples in `slab` [batch size x recipe_bytes]."""
+        return self.pixels[slab, self.num_bytes :].reshape(self.recipes_shape)
 
     def images(self, slab, num_images, shape):
         """The batch in `slab` as a tensor [num_images x 3 x h x w] on the same memory."""
@@ -166,20 +166,21 @@ class SlabLoader:
 
     `batches` is a batch sampler over keys. `endless`: the workers go on with the next epoch before it is asked for;
     otherwise each pass waits for its first batch, and `persistent` decides whether the workers stay between passes.
-    With `finish_later` the images are Unfinished, their last steps are left to the consumer.
+    With recipes of `recipe_bytes` the images are Unfinished, their last steps are left to the consumer.
     The images of a batch are valid until the next batch is asked for. `copy_stream`: the CUDA stream that reads them,
     if it is another one than the current stream at that moment.
     """
 
     def __init__(self, source, batches, batch_size, batch_bytes, workers, *, micro_batch=8, prefetch=2, timeout=300,
-                 collate_group=None, endless=True, persistent=True, lock_pages=False, finish_later=False):  # fmt: skip
+                 collate_group=None, endless=True, persistent=True, lock_pages=False, recipe_bytes=0):  # fmt: skip
         self.dataset, self.source, self.batches, self.sampler = source.dataset, source, batches, batches.sampler
         self.batch_size, self.num_workers, self.timeout = batch_size, workers, timeout
         self.group_size = 4 if collate_group else 1
         self.micro_batch = -(-micro_batch // self.group_size) * self.group_size
         self.endless, self.persistent, self.copy_stream = endless, persistent or endless, None
-        self.ring = Ring(ring_length(workers, prefetch, self.micro_batch, batch_size), batch_bytes, batch_size)
-        self.assembly = Assembly(source, self.ring, collate_group, finish_later)
+        count = ring_length(workers, prefetch, self.micro_batch, batch_size)
+        self.ring = Ring(count, batch_bytes, batch_size, recipe_bytes)
+        self.assembly = Assembly(source, self.ring, collate_group, finish_later=recipe_bytes > 0)
         self.keys, self.workers, self.fillings = iter(()), None, deque()
         self.by_slab, self.owner = {}, os.getpid()
         if endless:
