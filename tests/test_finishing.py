@@ -80,6 +80,38 @@ def test_every_colour_on_the_gpu():
     assert np.array_equal(found, sample(AtOnce(), img, colours, (1,)))
 
 
+@pytest.mark.parametrize("warp_later", [False, True])
+def test_a_gpu_that_does_not_agree_is_not_used(warp_later, monkeypatch, caplog):
+    monkeypatch.setattr(finishing, "has_triton", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the host in the role of the GPU
+    agrees, whole, calls = finishing.gpu_agrees.__wrapped__, finishing.Unfinished.finished, []
+    assert agrees(32, warp_later) and not caplog.text
+
+    def wrong_at_first(batch, out=None):
+        calls.append(batch)
+        return whole(batch) + (len(calls) == 1)
+
+    monkeypatch.setattr(finishing.Unfinished, "finished", wrong_at_first)
+    assert not agrees(32, warp_later)
+    assert "stay with the loader's workers; on this GPU, it makes other pixels than the host" in caplog.text
+    monkeypatch.setattr(finishing.Unfinished, "finished", lambda batch: 1 // 0)
+    assert not agrees(32, warp_later)
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_the_made_up_batch_has_every_step():
+    batch = finishing.made_up_batch(32, True)
+    assert batch.image_shape == (4, 32, 32, 3) and len(torch.unique(batch.finished())) > 200
+    steps = batch.recipes[:, finishing.TABLES : finishing.RECIPE].tolist()
+    assert steps == [[1, 0, 0, 0], [1, 1, 0, 1], [1, 0, 1, 1], [0, 1, 1, 1]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("warp_later", [False, True])
+def test_this_gpu_agrees(warp_later):
+    assert finishing.gpu_agrees(64, warp_later)
+
+
 def test_divisions_lead_to_opencvs_hsv():
     rng = np.random.default_rng(0)
     img = rng.integers(0, 256, (200, 320, 3)).astype(np.uint8)

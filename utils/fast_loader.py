@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, get_worker_info
 
 from utils.files import printable
-from utils.finishing import RECIPE, agrees_with_table, recipe_bytes
+from utils.finishing import RECIPE, agrees_with_table, gpu_agrees, recipe_bytes
 from utils.late_warp import ROOM, warps_in_fixed_point
 from utils.loader_workers import LoaderError, about, can_fork, end_with_a_lost_batch, in_words, shared_array
 from utils.seeding import EpochOrder, KeyedDataset, SeededQuad, WithKeys
@@ -160,7 +160,11 @@ def recipe_for(dataset, collate_group):
     """Bytes that tell the last steps of a sample; 0 if whole batches on a GPU would not get the same pixels."""
     if not dataset.augment or dataset.rect or collate_group or not agrees_with_table(dataset.img_size):
         return 0
-    return recipe_bytes(dataset.img_size, dataset.mosaic and warps_in_fixed_point(dataset.img_size))
+    size = dataset.img_size
+    for warp_later in dict.fromkeys((dataset.mosaic and warps_in_fixed_point(size), False)):
+        if gpu_agrees(size, warp_later):
+            return recipe_bytes(size, warp_later)
+    return 0
 
 
 def _enter(source, worker_id):

@@ -8,6 +8,7 @@ back is looked up in a table that OpenCV itself has filled. The picture of a sam
 its colours before that, so it has them at once; when the warp can wait is said in late_warp.py.
 """
 
+import logging
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -17,7 +18,9 @@ import numpy as np
 import torch
 
 from utils.augment import apply_tables
-from utils.late_warp import ROOM, Unwarped, grid_bytes, warp_with_grid, whole
+from utils.late_warp import ROOM, Unwarped, grid_bytes, made_up_warp, warp_with_grid, whole
+
+logger = logging.getLogger(__name__)
 
 HUES = 180
 TABLES = 3 * 256  # bytes of the tables in a recipe
@@ -162,6 +165,40 @@ def agrees_with_table(width):
     red, green, blue = cv2.split(cv2.cvtColor(hsv, cv2.COLOR_HSV2RGB).astype(np.int32))
     hue, saturation, value = cv2.split(hsv.astype(np.int32))
     return np.array_equal(colours_of_hsv()[hue << 16 | saturation << 8 | value], red | green << 8 | blue << 16)
+
+
+@lru_cache(maxsize=8)
+def gpu_agrees(size, warp_later):
+    """Whether the GPU, if there is one, finishes made-up pictures of `size` x `size` pixels as the host does."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not has_triton(device):
+        return True
+    host = made_up_batch(size, warp_later)
+    try:
+        there = Unfinished(*(part.to(device) for part in host)).finished()
+        if torch.equal(there.cpu(), host.finished()):
+            return True
+        reason = "it makes other pixels than the host"
+    except Exception as error:  # whatever a compiler or driver has to say: the host can do it
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    steps = "warp, colours and flips" if warp_later else "colours and flips"
+    logger.warning("%s of a batch stay with the loader's workers; on this GPU, %s", steps, reason)
+    return False
+
+
+def made_up_batch(size, warp_later):
+    """Unfinished noise: four pictures with every step that may be left."""
+    rng, count = np.random.default_rng(0), 4
+    pixels = rng.integers(0, 256, (count, ROOM * size if warp_later else size, size, 3)).astype(np.uint8)
+    recipes = np.zeros((count, recipe_bytes(size, warp_later)), np.uint8)
+    for number, (picture, recipe) in enumerate(zip(pixels, recipes, strict=True)):
+        recipe[:TABLES] = rng.integers(0, 256, TABLES)
+        recipe[:256] %= HUES
+        recipe[[RECOLOURED, UPSIDE_DOWN, MIRRORED]] = number < 3, number & 1, number >> 1
+        if warp_later and number:
+            made_up = made_up_warp(rng, size, size, (0.9, 1.1, 1.7)[number - 1])
+            recipe[UNWARPED] = made_up.write(picture, recipe[RECIPE:].view(np.int32))
+    return Unfinished(torch.from_numpy(pixels), torch.from_numpy(recipes))
 
 
 class ConversionTables(NamedTuple):

@@ -105,15 +105,20 @@ def _mixed(lines, positions, length):
 def warps_in_fixed_point(width):
     """Whether OpenCV makes outputs of `width` pixels as `warp_with_grid` does; a few rows of some are compared."""
     rng, rows = np.random.default_rng(0), 32
-    canvas = rng.integers(0, 256, (3 * rows, 2 * width, 3)).astype(np.uint8)
     place, grid = np.empty((ROOM * rows, width, 3), np.uint8), np.empty(HEADER + width + rows, np.int32)
     for gain in (0.8, 0.93, 1.02, 1.27, 1.93):
-        shift = rng.uniform(0.3, 0.7) * width - gain * width, rng.uniform(-20, 5)
-        warp = Warp(np.array([[gain, 0, shift[0]], [0, gain, shift[1]], [0, 0, 1]]), gain, width, rows, False)
-        waits = Unwarped(_Canvas(canvas), warp).write(place, grid)
-        if not waits or not np.array_equal(warp_with_grid(place, grid), warp.image(canvas)):
+        made_up = made_up_warp(rng, width, rows, gain)
+        if not made_up.write(place, grid) or not np.array_equal(warp_with_grid(place, grid), made_up.whole()):
             return False
     return True
+
+
+def made_up_warp(rng, width, rows, gain):
+    """An Unwarped picture [rows x width x 3] of noise, enlarged by `gain`."""
+    canvas = rng.integers(0, 256, (3 * rows, 2 * width, 3)).astype(np.uint8)
+    shift = rng.uniform(0.3, 0.7) * width - gain * width, rng.uniform(-20, 5)
+    matrix = np.array([[gain, 0, shift[0]], [0, gain, shift[1]], [0, 0, 1]])
+    return Unwarped(_Canvas(canvas), Warp(matrix, gain, width, rows, False))
 
 
 class _Canvas:
@@ -124,3 +129,6 @@ class _Canvas:
 
     def paint(self, part, left, top):
         part[...] = self.img[top : top + part.shape[0], left : left + part.shape[1]]
+
+    def painted(self, visible_area):
+        return self.img
