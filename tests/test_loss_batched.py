@@ -181,6 +181,7 @@ def check_compiled(device, backend):
     assert_equal((loss, items, *gradients), with_gradients(ComputeLossOTA, case))
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.4."), reason="Dynamo of torch 2.4 cannot trace the loss")
 def test_compiles_without_a_break():
     check_compiled("cpu", "aot_eager")
 
