@@ -42,7 +42,7 @@ def sample(process):
     try:
         others = process.children(recursive=True)
         usage = [_of_one(each) for each in (process, *others)]
-    except psutil.NoSuchProcess:  # a worker that ends meanwhile: the next sample will do
+    except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError, IndexError):  # one ended: the next will do
         return None
     usage = np.array(usage, float)
     shared = psutil.disk_usage("/dev/shm").used / 1e6 if Path("/dev/shm").is_dir() else 0.0
@@ -50,8 +50,13 @@ def sample(process):
 
 
 def _of_one(process):
-    """Memory of its own in MB (pages that it shares with its parent do not count), open files, threads."""
-    return process.memory_full_info().uss / 1e6, process.num_fds(), process.num_threads()
+    """Memory of its own in MB, open files, threads.
+
+    Pages of files do not count: whether a process has those of a library for itself depends on what else is running.
+    """
+    rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+    own = int(rollup.split("Private_Dirty:")[1].split()[0]) * 1024
+    return own / 1e6, process.num_fds(), process.num_threads()
 
 
 def soak(name, flags, seconds, interval, folder):
