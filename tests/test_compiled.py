@@ -79,6 +79,26 @@ def test_same_training_and_one_graph(caplog):
     assert result["model.0.bn.num_batches_tracked"] == 4  # building the model is the first
 
 
+class TwoHeads(torch.nn.Module):
+    """Predictions in a list for each head."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(3, n) for n in (2, 4))
+
+    def forward(self, images):
+        return [[layer(images)] for layer in self.layers]
+
+
+def test_a_model_of_several_heads(caplog):
+    caplog.set_level("INFO")
+    model = TwoHeads()
+    compiled.compile_model(model, Settings("eager", "default"), lambda seconds: None)
+    (first,), (second,) = model(torch.ones(5, 3))
+    assert first.shape == (5, 2) and second.shape == (5, 4)
+    assert SUCCESS in caplog.text and "failed" not in caplog.text
+
+
 def test_evaluation_copies_and_files_are_plain():
     model = new_model()
     compiled.compile_model(model, Settings("eager", "default"), lambda seconds: None)
