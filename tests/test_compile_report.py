@@ -10,7 +10,7 @@ import yaml
 
 import train
 from models.yolo import Model
-from tests import small_run
+from tests import heads_cases, small_run
 from utils import compile_report
 from utils.hyp import load_hyp
 from utils.options import train_parser
@@ -44,6 +44,15 @@ def test_no_graph_breaks(name, hyp, losses, monkeypatch, tmp_path):
     assert lines[0] == "DYNAMO EXPLANATION REPORT"
     assert lines[3:-2] == [f"{name}: graph count 1, break count 0" for name in names]
     assert lines[-1] == f"total: graph count {len(names)}, break count 0"
+
+
+def test_several_heads():
+    lines = compile_report.explain(
+        heads_cases.small_model(), load_hyp("data/hyp.scratch.tiny.yaml"), 3, 64
+    ).splitlines()
+    names = [line.split(":")[0] for line in lines[3:-2]]
+    assert names == ["model, images [2, 3, 64, 64]", "BatchedLoss, 2 heads", "BatchedLossOTA, 2 heads"]
+    assert lines[-1] == "total: graph count 3, break count 0"
 
 
 def test_breaks_come_with_their_reason():

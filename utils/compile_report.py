@@ -4,6 +4,7 @@ import torch
 
 from utils import loss_batched
 from utils.hyp import scale_hyp
+from utils.loss_heads import BatchedHeadsLoss
 
 NUM_IMAGES = 2  # the graphs do not depend on it, and BatchNorm wants more than one value
 BOXES = ((0.3, 0.4, 0.2, 0.3), (0.6, 0.5, 0.4, 0.5))  # x, y, w, h, normalised
@@ -21,20 +22,29 @@ def explain(model, hyp, nc, image_size):
     images = torch.zeros(NUM_IMAGES, 3, side, side, device=parameter.device)
     rows = [(i, 0, *box) for i in range(NUM_IMAGES) for box in BOXES]
     with torch.autocast(parameter.device.type, enabled=parameter.device.type == "cuda"):
-        predictions = [level.detach().requires_grad_() for level in model.train()(images)]
+        predictions = _leaves(model.train()(images))
+        levels = predictions if torch.is_tensor(predictions[0]) else predictions[0]  # of the first of several heads
         subjects = [(f"model, images {list(images.shape)}", model, (images,))]
-        for loss in losses_of(model):
-            plans = loss.prepare(torch.tensor(rows), [p.shape for p in predictions[: loss.head.nl]], images.shape[2:])
+        for name, loss in losses_of(model):
+            plans = loss.prepare(torch.tensor(rows), [p.shape for p in levels[: loss.head.nl]], images.shape[2:])
             arguments = predictions, [plan.to(parameter.device) for plan in plans]
-            subjects.append((type(loss).__name__, loss.compute, arguments))
+            subjects.append((name, loss.compute, arguments))
         return report([(name, _explain(function, arguments)) for name, function, arguments in subjects])
 
 
+def _leaves(outputs):
+    """Tensors in nested lists, cut off from what made them, to be differentiated by."""
+    return outputs.detach().requires_grad_() if torch.is_tensor(outputs) else [_leaves(part) for part in outputs]
+
+
 def losses_of(model):
-    """The batched losses that `model` can be trained with."""
-    classes = loss_batched.CLASSES
-    has_auxiliary = hasattr(model.model[-1], "m2")
-    return [kind(model) for kind in ((classes.auxiliary,) if has_auxiliary else (classes.plain, classes.ota))]
+    """(name, batched loss) of those that `model` can be trained with."""
+    classes, head = loss_batched.CLASSES, model.model[-1]
+    if hasattr(head, "num_heads"):
+        kinds = classes.plain, classes.ota
+        return [(f"{kind.__name__}, {head.num_heads} heads", BatchedHeadsLoss(model, kind)) for kind in kinds]
+    kinds = (classes.auxiliary,) if hasattr(head, "m2") else (classes.plain, classes.ota)
+    return [(kind.__name__, kind(model)) for kind in kinds]
 
 
 def _explain(function, arguments):
