@@ -155,6 +155,7 @@ stop()
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(torch.__version__.startswith("2.4."), reason="several runs in one process group do not end there")
 def test_two_processes_train_one_model_resume_bit_equal_and_stop_together(tmp_path):
     last = tmp_path / "runs" / "run" / "weights" / "last.pt"
     line = small_run.arguments(tmp_path, "--batch-size", "4", "--epochs", "3", num_images=8)
