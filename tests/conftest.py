@@ -11,12 +11,18 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests import parity  # noqa: E402  (needs the path above)
+from tests import golden_data, parity  # noqa: E402  (needs the path above)
 
 cv2.setNumThreads(0)
 # In the background and in the processes of `pytest -n` this signal is ignored, and every program that a test starts
 # would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A copy of the golden data set, which the tests of a file may write to."""
+    return golden_data.copy_dataset(tmp_path_factory.mktemp("golden"))
 
 
 @pytest.fixture(autouse=True)

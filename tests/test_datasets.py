@@ -28,11 +28,6 @@ from utils.datasets import InfiniteDataLoader, LoadImagesAndLabels, collate_fn, 
 OPT = SimpleNamespace(single_cls=False)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return golden_data.copy_dataset(tmp_path_factory.mktemp("golden"))
-
-
 def plain_shapes(shapes):
     """Nested tuples as JSON has them."""
     return json.loads(json.dumps(shapes, default=float))

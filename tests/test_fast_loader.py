@@ -9,18 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests import golden_data
 from tests.loader_cases import BATCH, HYP, OPT, assert_same, copied, make_loader, read, same
 from utils import fast_loader
 from utils.datasets import LoadImagesAndLabels, create_dataloader
 from utils.loader_workers import LoaderError
 from utils.seeding import KeyedDataset
 from utils.slabs import Assembly, Ring, SlabLoader, choose_micro_batch, ring_length
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return golden_data.copy_dataset(tmp_path_factory.mktemp("golden"))
 
 
 @pytest.fixture(autouse=True)

@@ -15,11 +15,6 @@ from utils.datasets import create_dataloader
 from utils.finishing import RECIPE, AtOnce, Later, Unfinished
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return golden_data.copy_dataset(tmp_path_factory.mktemp("golden"))
-
-
 def picture(height=32, width=64, seed=0):
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8)
 

@@ -10,17 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests import golden_data
 from tests.loader_cases import make_loader
 from utils.datasets import LoadImagesAndLabels
 from utils.loader_workers import LoaderError, about
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return golden_data.copy_dataset(tmp_path_factory.mktemp("golden"))
 
 
 @pytest.fixture(autouse=True)

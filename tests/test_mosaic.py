@@ -24,11 +24,6 @@ from utils.mosaic import load_image, load_mosaic, load_mosaic9, load_samples
 from utils.paste_in import pastein
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return golden_data.copy_dataset(tmp_path_factory.mktemp("golden"))
-
-
 @pytest.mark.parametrize("augment", [False, True])
 def test_load_image_golden(augment, folder):
     name = f"c_load_image_augment{int(augment)}"
