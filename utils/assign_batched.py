@@ -191,12 +191,14 @@ def _vote(votes, layout, piece, pairs, num_ious):
     position.sub_(piece.first_pair).clamp_(max=piece.num_pairs - 1)
 
     by_iou = torch.sub(iou.view(torch.int32), target, alpha=HIGH).sort(descending=True).values
-    best_ious = torch.add(by_iou[position], row, alpha=HIGH).int().view(torch.float32)
+    best_ious = (by_iou[position] & (HIGH - 1)).int().view(torch.float32)
     num_wanted = torch.where(exists, best_ious, 0.0).sum(1).int().clamp_(min=1)
     taken = exists & (place < num_wanted[:, None])
     by_cost = torch.add(rank, target, alpha=HIGH).sort(stable=True).indices
     chosen = candidate[by_cost[position]]
-    votes.scatter_add_(0, chosen.reshape(-1), (taken * (row + (piece.first_target + HIGH))).reshape(-1))
+    # HIGH apart from `row`: inductor counts an arange in int32, also where a large constant is added to it
+    vote = torch.add(taken * (row + piece.first_target), taken, alpha=HIGH)
+    votes.scatter_add_(0, chosen.reshape(-1), vote.reshape(-1))
 
 
 def _owner(votes, cheapest):
