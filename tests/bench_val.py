@@ -65,14 +65,14 @@ def make_model(options, loader, device):
 def shift_objectness(model, images, wanted):
     """Spread the scores, and raise the objectness until an image has about `wanted` candidates."""
     head = model.model[-1]
-    for _, bias in head.output_biases():
+    for _, bias, *_ in head.output_biases():
         bias.view(head.na, -1)[:, 5:] += torch.randn(head.na, head.no - 5, device=bias.device).to(bias.dtype) * 2
     images, weight = images[:32], next(model.parameters())
     images = images.to(weight.dtype) / 255
     low, high, shifted = -10.0, 10.0, 0.0
     while high - low > 0.01:
         shift = (low + high) / 2
-        for _, bias in head.output_biases():
+        for _, bias, *_ in head.output_biases():
             bias.view(head.na, -1)[:, 4] += shift - shifted
         shifted, found = shift, len(find_candidates(model(images)[0], 0.001).rows) / len(images)
         low, high = (low, shift) if found > wanted else (shift, high)

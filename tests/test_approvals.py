@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import time
 
 import pytest
 
@@ -211,3 +212,25 @@ def test_memory_that_grows():
     setup.comparison = {"memory": [[1.0] * 5]}
     with pytest.raises(NotMeasured, match="too short"):
         approval_checks.memory_does_not_grow(setup)
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_runs_of_stage_6_side_by_side(at_once, tmp_path, monkeypatch):
+    """Runs come back in their order; only those that had the machine to themselves tell of its speed."""
+    at_work, most = [], []
+
+    def train(arguments, folder, *rest):
+        at_work.append(folder)
+        most.append(len(at_work))
+        time.sleep(0.1 if "--fast" in arguments else 0.3)
+        at_work.remove(folder)
+        return observe.Run(folder, "completed", rows=[{"epoch": 0, observe.LOSS: 1.0}])
+
+    monkeypatch.setattr(observe, "run_training", train)
+    setup = Setup(tmp_path, "data.yaml", at_once=at_once)
+    variants = [("no flag", [], {}), ("fast", ["--fast"], {}), ("compiled", [], {"USE_COMPILE": "1"})]
+    runs = setup.train_all(variants, epochs=1)
+    assert [run.folder.name for run in runs] == ["no_flag", "fast", "compiled"]
+    assert max(most) == at_once and list(setup.measured) == (["no flag", "fast", "compiled"] if at_once == 1 else [])
+    with pytest.raises(Failed, match="rows are missing"):
+        setup.train_all(variants, epochs=2)

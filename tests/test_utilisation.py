@@ -70,6 +70,23 @@ def test_main_and_workers_of_another_process():
     assert len(watched.samples) > 3
 
 
+def test_at_borders_known_workers_are_looked_at_without_a_search(monkeypatch):
+    """Until one of them has gone: then there may be others."""
+    sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with subprocess.Popen(sleeper) as first, subprocess.Popen(sleeper) as second:
+        watched, searches = Utilisation(), []
+        search = watched._find_workers
+        monkeypatch.setattr(watched, "_find_workers", lambda: searches.append(1) or search())
+        for ended, num_searches in ((None, 1), (None, 1), (first, 2), (None, 2)):
+            if ended:
+                ended.kill()
+                ended.wait()
+            watched.sample(search=False)
+            assert len(searches) == num_searches
+        assert first.pid in watched.samples[0].workers and list(watched.samples[-1].workers) == [second.pid]
+        second.kill()
+
+
 def test_a_process_that_has_ended_is_no_error():
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         watched = Utilisation(process.pid)

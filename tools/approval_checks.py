@@ -153,12 +153,12 @@ def gpu_is_used(setup):
 
 
 def all_combinations(setup: Setup):
-    chosen = combinations(gpu_is_used(setup), setup.all_combinations)
+    chosen = [
+        (" ".join([*(f"{key}={value}" for key, value in environment.items()), *words]) or "no flag", words, environment)
+        for words, environment in combinations(gpu_is_used(setup), setup.all_combinations)
+    ]
     reference, largest = None, [0.0] * 3
-    for words, environment in chosen:
-        name = " ".join([*(f"{key}={value}" for key, value in environment.items()), *words]) or "no flag"
-        print(f"    {name}", flush=True)
-        run = setup.train(name, *words, epochs=3, environment=environment)
+    for (name, *_), run in zip(chosen, setup.train_all(chosen, epochs=3), strict=True):
         losses = [row[observe.LOSS] for row in run.rows]
         expect(all(map(math.isfinite, losses)), f"{name}: training losses {losses}")
         reference = reference or losses

@@ -5,6 +5,7 @@ import re
 import shlex
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -53,6 +54,7 @@ class Setup:
     repeats: int = 1
     epochs: int = 6
     all_combinations: bool = False
+    at_once: int = 1  # runs of stage 6 that are not timed
     findings: list = field(default_factory=list)
     measured: dict = field(default_factory=dict)  # {row: {column: number}}
     curves: dict = field(default_factory=dict)  # {label: rows of results.csv}
@@ -93,9 +95,7 @@ class Setup:
     def train(self, name, *flags, epochs=2, environment=None):
         """A training run, which has to reach its end and leave no process behind; its numbers go to `measured`."""
         before = children()
-        run = observe.run_training(self.arguments(epochs, *flags), self.folder_of(name), None, TIMEOUT, environment)
-        if not run.completed or len(run.rows) != epochs:
-            raise Failed(f"{' '.join(flags) or 'no flag'}: {run.message or 'rows are missing'}; see {run.folder}")
+        run = self._run(name, flags, environment, epochs)
         if children() - before:
             raise Failed(f"{' '.join(flags)}: processes were left behind")
         self.measured[name] = {
@@ -103,6 +103,34 @@ class Setup:
             "main process, cores": run.typical("speed/main_cpu"), "a worker, cores": run.typical("speed/worker_cpu"),
             "GPU": run.typical("speed/gpu_utilisation"), "memory, GB": run.usage.memory,
         }  # fmt: skip
+        return run
+
+    def train_all(self, variants, epochs):
+        """A Run for each of `variants` (name, flags, environment), `at_once` of them at a time.
+
+        Runs that share the machine say nothing about speed, so only single ones go to `measured`.
+        """
+        if self.at_once == 1:
+            return [self.train(name, *flags, epochs=epochs, environment=more) for name, flags, more in variants]
+        before = children()
+        with ThreadPoolExecutor(self.at_once) as pool:
+            try:
+                runs = list(pool.map(lambda variant: self._run(*variant, epochs), variants))
+            except BaseException:  # an interruption, too: nobody waits for the others
+                pool.shutdown(wait=False, cancel_futures=True)
+                for pid in children() - before:
+                    with suppress(psutil.Error):
+                        psutil.Process(pid).terminate()
+                raise
+        if children() - before:
+            raise Failed("processes were left behind")
+        return runs
+
+    def _run(self, name, flags, environment, epochs):
+        print(f"    {name}", flush=True)
+        run = observe.run_training(self.arguments(epochs, *flags), self.folder_of(name), None, TIMEOUT, environment)
+        if not run.completed or len(run.rows) != epochs:
+            raise Failed(f"{' '.join(flags) or 'no flag'}: {run.message or 'rows are missing'}; see {run.folder}")
         self.curves[name] = run.rows
         return run
 

@@ -134,6 +134,8 @@ def parse(arguments=None):
     run.add_argument("--epochs", type=int, default=Setup.epochs, help="of the performance run in stage 6")
     run.add_argument("--repeats", type=int, default=Setup.repeats, help="pairs of the performance run in stage 6")
     run.add_argument("--all-combinations", action="store_true", help="stage 6: USE_COMPILE with every combination")
+    run.add_argument("--at-once", type=int, default=Setup.at_once, choices=range(1, 17), metavar="N",
+                     help="stage 6: combinations of flags that train at the same time; their speed is then not told")  # fmt: skip
     approve = commands.add_parser("approve", help="approve a stage that has been run", parents=[places])
     approve.add_argument("stage", type=int, choices=STAGES)
     approve.add_argument("--by", required=True, metavar="NAME")
@@ -159,6 +161,7 @@ def perform(options):
     setup = Setup(
         approvals.folder(number), options.data, options.cfg, options.hyp, options.img, options.batch_size,
         options.workers, options.device, options.subset, options.repeats, options.epochs, options.all_combinations,
+        options.at_once,
     )  # fmt: skip
     passed = run_stage(number, setup, approvals)
     print(f"stage {number}: {approvals.in_words(number)}\nreport: {approvals.folder(number) / 'report.md'}")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from utils.flat import are_in, flatten, starts_of, view_of
+from utils.flat import flatten, starts_of, view_of
 
 
 class FlatAverage:
@@ -27,6 +27,7 @@ class FlatAverage:
         self.current, self.averages = (
             [flatten(tensors, device) for tensors in self._tensors(module)] for module in self.models
         )
+        self.places = self._places()
 
     def _tensors(self, module):
         """Two lists of tensors: all parameters, and what else is averaged."""
@@ -34,10 +35,12 @@ class FlatAverage:
         buffers = [b for name, b in module.named_buffers() if name in saved and b.is_floating_point()]
         return [parameters[name] for name in self.order], buffers
 
+    def _places(self):
+        return [tensor.data_ptr() for module in self.models for tensor in (*module.parameters(), *module.buffers())]
+
     def is_valid(self):
         """Whether model and average still are where this put them."""
-        pairs = zip(self.models, (self.current, self.averages), strict=True)
-        return all(all(map(are_in, flats, self._tensors(module))) for module, flats in pairs)
+        return self._places() == self.places
 
     @property
     def weights(self):

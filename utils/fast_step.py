@@ -44,8 +44,7 @@ class FastSteps:
         self.training.begin_epoch()
         if self.network is None:
             model = self.training.model
-            self.network = self.twin(model) if self.twin else model
-        self.network.train()
+            self.network = (self.twin(model) if self.twin else model).train()
         if self.average and not self.average.is_valid():  # somebody has given the model other tensors
             self.average = self.sgd = None
         if self.sgd:

@@ -225,7 +225,7 @@ def divisions():
 @lru_cache(maxsize=1)
 def colours_of_hsv():
     """red + 256 * green + 65536 * blue of every (hue, saturation, value) in a row, as OpenCV converts them."""
-    hue, saturation, value = np.meshgrid(*(np.arange(n, dtype=np.uint8) for n in (HUES, 256, 256)), indexing="ij")
-    hsv = np.stack((hue, saturation, value), -1).reshape(HUES * 256, 256, 3)
-    rgb = cv2.cvtColor(hsv, cv2.COLOR_HSV2RGB).astype(np.int32)
-    return (rgb[..., 0] | rgb[..., 1] << 8 | rgb[..., 2] << 16).ravel()
+    axes = np.meshgrid(*(np.arange(n, dtype=np.uint8) for n in (HUES, 256, 256)), indexing="ij", copy=False)
+    rgb = cv2.cvtColor(np.stack(axes, -1).reshape(HUES * 256, 256, 3), cv2.COLOR_HSV2RGB)
+    packed = cv2.cvtColor(rgb, cv2.COLOR_RGB2RGBA).view("<i4").ravel()
+    return np.bitwise_and(packed, 0xFFFFFF, out=packed)

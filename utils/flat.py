@@ -26,10 +26,3 @@ def flatten(tensors, device):
         place.copy_(tensor.detach())
         tensor.data = place
     return flat
-
-
-def are_in(flat, tensors):
-    """Whether `tensors` are still the views of `flat` that `flatten` made of them."""
-    first = flat.data_ptr()
-    starts = starts_of(tensors)
-    return all(tensor.data_ptr() == first + 4 * start for tensor, start in zip(tensors, starts, strict=False))

@@ -84,12 +84,18 @@ class Utilisation:
             self._thread.join()
             self.sample()
 
-    def sample(self):
-        """Note this moment. Call it at the borders of a stretch that `usage` is to be exact about."""
+    def sample(self, search=True):
+        """Note this moment. Call it at the borders of a stretch that `usage` is to be exact about.
+
+        To `search` for children takes most of the time; otherwise the known ones are looked at, if all still run.
+        """
         gpu, gpu_memory = self.gpu() if self.gpu else (None, None)
-        workers = self._find_workers()
+        workers = self._find_workers() if search else self._known_workers()
+        times = self._times(workers)
+        if not search and (not workers or len(times) < len(workers)):
+            workers = self._find_workers()
+            times = self._times(workers)
         memory = proportional_memory([self.main, *workers.values()]) if self.memory else None
-        times = {pid: seconds for pid, process in workers.items() if (seconds := cpu_seconds(process)) is not None}
         self.samples.append(Sample(time.monotonic(), cpu_seconds(self.main), times, gpu, gpu_memory, memory))
 
     def forget(self):
@@ -109,11 +115,20 @@ class Utilisation:
             children = self.main.children(recursive=True)
         except psutil.Error:
             return {}
+        known = dict(self._workers)  # another thread may be reading the old one
         for child in children:
-            if child.pid not in self._workers:
-                self._workers[child.pid] = None if is_helper(child) else child
+            if child.pid not in known:
+                known[child.pid] = None if is_helper(child) else child
         alive = {child.pid for child in children}
-        return {pid: process for pid, process in self._workers.items() if process and pid in alive}
+        self._workers = {pid: process for pid, process in known.items() if pid in alive}
+        return self._known_workers()
+
+    def _known_workers(self):
+        return {pid: process for pid, process in self._workers.items() if process}
+
+    @staticmethod
+    def _times(workers):
+        return {pid: seconds for pid, process in workers.items() if (seconds := cpu_seconds(process)) is not None}
 
 
 def summarise(samples):
