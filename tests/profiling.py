@@ -15,6 +15,10 @@ from utils.finishing import Unfinished
 PHASES = ("data", "copy", "forward", "loss", "backward", "optimiser", "EMA", "graph", "read-back", "other")
 
 
+# Steps of a stage, even if they take longer; the first ones look for kernels, and then a graph may be captured.
+FEWEST = {"warm-up": 12}
+
+
 class Done(Exception):
     """Enough steps have been measured."""
 
@@ -198,7 +202,7 @@ class Watched:
         if self.stage is None:
             self._begin()
         name, steps, seconds = self.stage
-        late = time.perf_counter() - self.usage.began > seconds and self.num_steps >= 3
+        late = time.perf_counter() - self.usage.began > seconds and self.num_steps >= FEWEST.get(name, 3)
         if self.num_steps >= steps or late:
             self._end(name)
             if not self.plan:

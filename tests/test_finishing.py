@@ -5,11 +5,12 @@ from types import SimpleNamespace
 
 import cv2
 import numpy as np
+import psutil
 import pytest
 import torch
 
 from tests import golden_data
-from utils import finishing
+from utils import fast_loader, finishing
 from utils.augment import Colours
 from utils.datasets import create_dataloader
 from utils.finishing import RECIPE, AtOnce, Later, Unfinished
@@ -123,15 +124,26 @@ def test_divisions_lead_to_opencvs_hsv():
     assert np.array_equal(found, cv2.cvtColor(img, cv2.COLOR_BGR2HSV))
 
 
-def test_whole_vectors_agree_with_the_table():
-    assert finishing.agrees_with_table(320) and finishing.agrees_with_table(64)
+@pytest.mark.parametrize("width", [64, 320])
+def test_whole_vectors_agree_with_the_table(width):
+    assert finishing.agrees_with_table(width)
+    hsv = np.random.default_rng(1).integers(0, 180, (99, width, 3)).astype(np.uint8)
+    hue, saturation, value = cv2.split(hsv.astype(np.int32))
+    red, green, blue = cv2.split(cv2.cvtColor(hsv, cv2.COLOR_HSV2RGB).astype(np.int32))
+    table = finishing.colours_of_hsv()
+    assert np.array_equal(table[hue << 16 | saturation << 8 | value], red | green << 8 | blue << 16)
 
 
 def test_disagreement_is_noticed(monkeypatch):
-    table = finishing.colours_of_hsv().copy()
-    table[::100] += 1
-    monkeypatch.setattr(finishing, "colours_of_hsv", lambda: table)
-    assert not finishing.agrees_with_table(320)
+    convert = cv2.cvtColor
+
+    def wrong_at_the_end_of_a_row(hsv, code):
+        rgb = convert(hsv, code)
+        rgb[:, 310:] += 1
+        return rgb
+
+    monkeypatch.setattr(cv2, "cvtColor", wrong_at_the_end_of_a_row)
+    assert finishing.agrees_with_table(256) and not finishing.agrees_with_table(320)
 
 
 @pytest.mark.parametrize(("probability", "degrees"), [(0.0, 0), (0.5, 0), (0.5, 10), (1.0, 10)])
@@ -164,3 +176,21 @@ def test_validation_and_groups_are_finished_at_once(folder, monkeypatch):
                                       hyp=golden_data.ALL_AUGMENTATIONS, workers=2, worker_tensor=True,
                                       finish_later=True, **options)  # fmt: skip
         assert isinstance(next(iter(loader))[0], torch.Tensor)
+
+
+def test_a_loader_whose_gpu_does_not_agree_begins_again(folder, monkeypatch):
+    """Found out when the workers are at work already: those end, and nothing of the first epoch is lost."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(fast_loader, "gpu_agrees", lambda size, warp_later: False)
+
+    def batches(**flags):
+        loader, _ = create_dataloader(str(folder / "all.txt"), 64, 5, 32, SimpleNamespace(single_cls=False),
+                                      hyp=golden_data.ALL_AUGMENTATIONS, augment=True, workers=2, seed=3,
+                                      **flags)  # fmt: skip
+        return [(images.clone(), targets, paths) for images, targets, paths, _ in loader]
+
+    before = psutil.Process().children()
+    wanted, found = batches(), batches(worker_tensor=True, finish_later=True)
+    for (images, targets, paths), (others, rows, names) in zip(wanted, found, strict=True):
+        assert images.equal(others) and targets.equal(rows) and paths == names
+    assert len(psutil.Process().children()) - len(before) <= 2, "workers of the first loader are left"

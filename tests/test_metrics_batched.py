@@ -86,6 +86,18 @@ def test_curves_equal_the_reference(ties, v5_metric):
     assert 0.1 < curves.ap[0, 0] < 1 and not curves.ap[-1].any()
 
 
+def test_curves_of_classes_of_very_different_sizes():
+    """They are worked on in groups of similar size, with padding."""
+    rng = np.random.default_rng(3)
+    counts = [1, 1, 2, 3, 3, 5, 40, 41, 79, 0, 700]
+    pred_cls = rng.permutation(np.repeat(np.arange(11), counts)).astype(np.float32)
+    conf = rng.random(len(pred_cls)).astype(np.float16).astype(np.float32)
+    tp = (rng.random((len(conf), 1)) < 0.7) & (np.arange(10) < rng.integers(0, 11, (len(conf), 1)))
+    assert_equal_curves(tp, conf, pred_cls, rng.integers(0, 11, 200).astype(np.float32), False)
+    groups = list(metrics_batched._of_similar_size(np.array(counts), most=150))
+    assert [group.tolist() for group in groups] == [[0, 1, 2], [3, 4, 5], [6, 7], [8], [10]]
+
+
 @pytest.mark.parametrize(("num_predictions", "num_labels"), [(0, 3), (3, 0), (0, 0), (1, 1)])
 def test_curves_of_nearly_nothing(num_predictions, num_labels):
     ones = np.ones(num_predictions, np.float32)

@@ -136,11 +136,18 @@ def build_loader(dataset, batch_size, workers, settings, *, rank=-1, world_size=
         micro_batch = min(settings.micro_batch_size or choose_micro_batch(batch_size, workers), batch_size)
         prefetch = settings.prefetch_factor or 2
         check_memory(ring_length(workers, prefetch, micro_batch, batch_size) * batch_bytes)
-        return SlabLoader(
+        loader = SlabLoader(
             source, batches, batch_size, batch_bytes, workers,
             micro_batch=micro_batch, prefetch=prefetch, timeout=settings.timeout, collate_group=collate_fn4,
             endless=not image_weights, persistent=settings.persistent_workers, lock_pages=torch.cuda.is_available(),
             recipe_bytes=recipe,
+        )  # fmt: skip
+        if not recipe or gpu_agrees(dataset.img_size, recipe > RECIPE):  # found out while the workers are at work
+            return loader
+        loader.close()
+        return build_loader(
+            dataset, batch_size, workers, replace(settings, finish_later=False), rank=rank, world_size=world_size,
+            image_weights=image_weights, collate_fn=collate_fn, collate_fn4=collate_fn4,
         )  # fmt: skip
     named = samples = _NamedErrors(source, workers)
     collate = collate_fn4 or collate_fn
@@ -158,13 +165,10 @@ def build_loader(dataset, batch_size, workers, settings, *, rank=-1, world_size=
 
 def recipe_for(dataset, collate_group):
     """Bytes that tell the last steps of a sample; 0 if whole batches on a GPU would not get the same pixels."""
-    if not dataset.augment or dataset.rect or collate_group or not agrees_with_table(dataset.img_size):
-        return 0
     size = dataset.img_size
-    for warp_later in dict.fromkeys((dataset.mosaic and warps_in_fixed_point(size), False)):
-        if gpu_agrees(size, warp_later):
-            return recipe_bytes(size, warp_later)
-    return 0
+    if not dataset.augment or dataset.rect or collate_group or not agrees_with_table(size):
+        return 0
+    return recipe_bytes(size, warp_later=dataset.mosaic and warps_in_fixed_point(size))
 
 
 def _enter(source, worker_id):

@@ -156,15 +156,15 @@ def has_triton(device):
 
 
 def agrees_with_table(width):
-    """Whether OpenCV converts rows of `width` pixels as the table does.
+    """Whether OpenCV converts rows of `width` pixels as the table (`colours_of_hsv`) does.
 
-    It takes several pixels at a time, and rounds differently where a few are left at the end of a row.
+    It takes several pixels at a time, and rounds differently where a few are left at the end of a row; the rows of the
+    table have none left, as those of one repeated colour here.
     """
     hsv = np.random.default_rng(0).integers(0, 256, (64, width, 3)).astype(np.uint8)
     hsv[..., 0] %= HUES
-    red, green, blue = cv2.split(cv2.cvtColor(hsv, cv2.COLOR_HSV2RGB).astype(np.int32))
-    hue, saturation, value = cv2.split(hsv.astype(np.int32))
-    return np.array_equal(colours_of_hsv()[hue << 16 | saturation << 8 | value], red | green << 8 | blue << 16)
+    repeated = cv2.cvtColor(np.repeat(hsv.reshape(-1, 1, 3), 64, 1), cv2.COLOR_HSV2RGB)
+    return np.array_equal(cv2.cvtColor(hsv, cv2.COLOR_HSV2RGB).reshape(-1, 3), repeated[:, 0])
 
 
 @lru_cache(maxsize=8)

@@ -10,6 +10,8 @@ import torch
 from utils.boxes import paired_iou
 from utils.metrics import IOU_THRESHOLDS, NUM_CURVE_POINTS, RECALL_GRID, Curves
 
+TOGETHER = 500_000  # predictions of several classes whose curves are made at once
+
 
 def match(rows, valid, labels, num_labels, iou_thresholds=IOU_THRESHOLDS):
     """Which detections are right, [b x k x thresholds] bool.
@@ -47,51 +49,78 @@ def precision_recall(tp, conf, pred_cls, target_cls, v5_metric=False):
     tp, conf, pred_cls = tp[order], conf[order].double(), pred_cls[order]
     wanted = torch.from_numpy(classes).to(pred_cls)
     starts, ends = (torch.searchsorted(pred_cls, wanted, right=right).tolist() for right in (False, True))
-    present = [row for row in range(len(classes)) if starts[row] < ends[row]]
-    samples = [
-        _class_curves(tp[starts[row] : ends[row]], conf[starts[row] : ends[row]], int(num_labels[row]), v5_metric)
-        for row in present
-    ]
-    if samples:
-        columns = [torch.stack(column).cpu().numpy() for column in zip(*samples, strict=True)]
-        recall[present], precision[present], envelope[present], at_grid = columns
-        ap[present] = (np.diff(RECALL_GRID) * (at_grid[..., 1:] + at_grid[..., :-1]) / 2.0).sum(-1)
+    counts = np.subtract(ends, starts)
+    for rows in _of_similar_size(counts, TOGETHER):
+        found = _class_curves(
+            tp, conf, *(pred_cls.new_tensor(part[rows], dtype=torch.long) for part in (np.array(starts), counts)),
+            conf.new_tensor(num_labels[rows]), v5_metric,
+        )  # fmt: skip
+        recall[rows], precision[rows], envelope[rows], at_grid = (part.cpu().numpy() for part in found)
+        ap[rows] = (np.diff(RECALL_GRID) * (at_grid[..., 1:] + at_grid[..., :-1]) / 2.0).sum(-1)
     f1 = 2 * precision * recall / (precision + recall + 1e-16)
     return Curves(axis, precision, recall, f1, axis, envelope, ap, classes.astype(np.int32))
 
 
-def _class_curves(tp, conf, num_labels, v5_metric):
-    """Of one class, most confident first, on the device: recall and precision [1000] by confidence, precision [1000] by
-    recall, all three at the first threshold, and the latter at COCO's recalls [T x 101]."""
-    axis, grid = (torch.from_numpy(points).to(conf.device) for points in _axes())
-    hits = tp.cumsum(0).double()  # [predictions x T]
-    recall = hits / (num_labels + 1e-16)
-    precision = hits / torch.arange(1, len(hits) + 1, device=hits.device)[:, None]
-    by_confidence = torch.stack((recall[:, 0], precision[:, 0]))
-    left = axis.new_tensor([[0.0], [1.0]])  # above the most confident prediction nothing is found, nothing is wrong
-    by_confidence = interpolate(-axis.expand(2, -1), -conf.expand(2, -1), by_confidence, left)
+def _of_similar_size(counts, most):
+    """Indices of the classes with predictions, in groups: each at most twice as large as the first of its group.
 
-    end = torch.ones_like(recall[-1:]) if v5_metric else recall[-1:] + 0.01
-    recall = torch.cat((torch.zeros_like(end), recall, end)).T.contiguous()
-    precision = torch.cat((torch.ones_like(end), precision, torch.zeros_like(end)))
-    precision = precision.flip(0).cummax(0).values.flip(0).T.contiguous()
+    A group has no more than `most` predictions with padding, or is one class.
+    """
+    group = []
+    for row in np.argsort(counts, kind="stable"):
+        if group and (counts[row] > 2 * counts[group[0]] or (len(group) + 1) * counts[row] > most):
+            yield np.array(group)
+            group = []
+        if counts[row]:
+            group.append(row)
+    if group:
+        yield np.array(group)
+
+
+def _class_curves(tp, conf, starts, counts, num_labels, v5_metric):
+    """Of c classes on the device, whose predictions, most confident first, lie at `starts`, so many as `counts`.
+
+    Recall and precision [c x 1000] by confidence, precision [c x 1000] by recall, all three at the first threshold, and
+    the latter at COCO's recalls [c x T x 101].
+    """
+    axis, grid = (torch.from_numpy(points).to(conf.device) for points in _axes())
+    place = torch.arange(int(counts.max()), device=conf.device)
+    exists = place < counts[:, None]  # [c x n]; the rest is padding, which finds nothing
+    index = torch.minimum(place, counts[:, None] - 1) + starts[:, None]
+    hits = (tp[index] & exists[..., None]).cumsum(1).double()  # [c x n x T]
+    recall = hits / (num_labels + 1e-16)[:, None, None]
+    precision = hits / (place + 1)[:, None]
+    conf = torch.where(exists, conf[index], -torch.inf)
+    by_confidence = torch.stack((recall[..., 0], precision[..., 0]), 1).flatten(0, 1)  # [2c x n]
+    left = axis.new_tensor([[0.0], [1.0]]).repeat(len(counts), 1)  # above all confidences: nothing found, nothing wrong
+    conf, last = (-conf).repeat_interleave(2, 0), (counts[:, None] - 1).repeat_interleave(2, 0)
+    by_confidence = interpolate(-axis.expand(len(conf), -1), conf, by_confidence, left, last)
+
+    end = torch.ones_like(recall[:, -1:]) if v5_metric else recall[:, -1:] + 0.01
+    recall = torch.where(exists[..., None], recall, end)
+    recall = torch.cat((torch.zeros_like(end), recall, end), 1).transpose(1, 2).flatten(0, 1)  # [cT x n + 2]
+    precision = torch.where(exists[..., None], precision, 0.0)
+    precision = torch.cat((torch.ones_like(end), precision, torch.zeros_like(end)), 1)
+    precision = precision.flip(1).cummax(1).values.flip(1).transpose(1, 2).flatten(0, 1)
     at_grid = interpolate(grid.expand(len(recall), -1), recall, precision, precision[:, :1])
-    by_recall = interpolate(axis[None], recall[:1], precision[:1], precision[:1, :1])
-    return *by_confidence, by_recall[0], at_grid
+    first = slice(None, None, tp.shape[1])
+    by_recall = interpolate(axis.expand(len(counts), -1), recall[first], precision[first], precision[first, :1])
+    return by_confidence[0::2], by_confidence[1::2], by_recall, at_grid.view(len(counts), -1, len(grid))
 
 
 def _axes():
     return np.linspace(0, 1, NUM_CURVE_POINTS), RECALL_GRID
 
 
-def interpolate(x, xp, fp, left):
+def interpolate(x, xp, fp, left, last=None):
     """np.interp of each row: values at `x` [r x m] of the lines through (`xp`, `fp`) [r x n], xp ascending.
 
-    Below xp[0] it is `left` [r x 1], above the end fp[-1].
+    Below xp[0] it is `left` [r x 1], above the end fp[-1]. A row may end earlier, at its entry of `last` [r x 1]; what
+    comes then in xp is infinite.
     """
-    last = xp.shape[1] - 1
+    last = xp.shape[1] - 1 if last is None else last
     below = torch.searchsorted(xp.contiguous(), x.contiguous(), right=True) - 1  # xp[below] <= x < xp[below + 1]
-    start, end = below.clamp(0, last), (below + 1).clamp(0, last)
+    start, end = below.clamp(min=0).clamp(max=last), (below + 1).clamp(max=last)
     x0, x1, y0, y1 = xp.gather(1, start), xp.gather(1, end), fp.gather(1, start), fp.gather(1, end)
     inside = (start != end) & (x0 != x)
     slope = (y1 - y0) / torch.where(inside, x1 - x0, 1.0)

@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from dataclasses import dataclass
+from itertools import count
 
 import psutil
 
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 # Helpers of Python and PyTorch that belong to a run but prepare no batches.
 NO_WORKERS = ("resource_tracker", "forkserver", "compile_worker")
+SEARCH_EVERY = 5  # samples; in between, children that are new and others that still run go unnoticed
 IDLE_BELOW = 0.01  # share of a core; loader workers of the validation set only wait while the run trains
 
 
@@ -107,8 +109,10 @@ class Utilisation:
         return summarise([s for s in list(self.samples) if (start or 0) <= s.time <= (end or float("inf"))])
 
     def _watch(self):
-        while not self._stop.wait(self.interval):
-            self.sample()
+        for number in count():
+            if self._stop.wait(self.interval):
+                return
+            self.sample(search=self.memory or number % SEARCH_EVERY == 0)
 
     def _find_workers(self):
         try:
