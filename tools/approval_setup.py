@@ -112,10 +112,10 @@ class Setup:
         """
         if self.at_once == 1:
             return [self.train(name, *flags, epochs=epochs, environment=more) for name, flags, more in variants]
-        before = children()
+        before, order = children(), sorted(range(len(variants)), key=lambda k: not variants[k][2])  # compiling is slow
         with ThreadPoolExecutor(self.at_once) as pool:
             try:
-                runs = list(pool.map(lambda variant: self._run(*variant, epochs), variants))
+                done = dict(zip(order, pool.map(lambda k: self._run(*variants[k], epochs), order), strict=True))
             except BaseException:  # an interruption, too: nobody waits for the others
                 pool.shutdown(wait=False, cancel_futures=True)
                 for pid in children() - before:
@@ -124,7 +124,7 @@ class Setup:
                 raise
         if children() - before:
             raise Failed("processes were left behind")
-        return runs
+        return [done[k] for k in range(len(variants))]
 
     def _run(self, name, flags, environment, epochs):
         print(f"    {name}", flush=True)
