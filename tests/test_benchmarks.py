@@ -18,7 +18,10 @@ SMALL = {
         "--images 12 --img 64 --batch 4 --workers 2 --epochs 1 --repeats 1 --loaders reference fast-dataloader",
         ["| reference |", "| --fast-dataloader |"],
     ),
-    "tools/bench_samples.py": ("--images 6 --samples 3 --repeats 1 --sizes 64 --hyps tiny", ["in a batch ms", "  64  tiny "]),
+    "tools/bench_samples.py": (
+        "--images 6 --samples 3 --repeats 1 --sizes 64 --hyps tiny",
+        ["in a batch ms", "  64  tiny "],
+    ),
     "tools/profile_samples.py": ("--images 6 --samples 3 --repeats 1 --jobs 64:tiny", ["| warp the picture |"]),
 }
 

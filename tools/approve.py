@@ -134,8 +134,8 @@ def parse(arguments=None):
     run.add_argument("--epochs", type=int, default=Setup.epochs, help="of the performance run in stage 6")
     run.add_argument("--repeats", type=int, default=Setup.repeats, help="pairs of the performance run in stage 6")
     run.add_argument("--all-combinations", action="store_true", help="stage 6: USE_COMPILE with every combination")
-    run.add_argument("--at-once", type=int, default=Setup.at_once, choices=range(1, 17), metavar="N",
-                     help="stage 6: combinations of flags that train at the same time; their speed is then not told")  # fmt: skip
+    at_once = "stage 6: combinations of flags that train at the same time; their speed is then not told"
+    run.add_argument("--at-once", type=int, default=Setup.at_once, choices=range(1, 17), metavar="N", help=at_once)
     approve = commands.add_parser("approve", help="approve a stage that has been run", parents=[places])
     approve.add_argument("stage", type=int, choices=STAGES)
     approve.add_argument("--by", required=True, metavar="NAME")
