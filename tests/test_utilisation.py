@@ -70,21 +70,27 @@ def test_main_and_workers_of_another_process():
     assert len(watched.samples) > 3
 
 
-def test_at_borders_known_workers_are_looked_at_without_a_search(monkeypatch):
-    """Until one of them has gone: then there may be others."""
+def test_a_search_waits_for_other_children(monkeypatch):
+    """Those that have begun beside others that stay, and those that have gone."""
     sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
-    with subprocess.Popen(sleeper) as first, subprocess.Popen(sleeper) as second:
-        watched, searches = Utilisation(), []
-        search = watched._find_workers
-        monkeypatch.setattr(watched, "_find_workers", lambda: searches.append(1) or search())
-        for ended, num_searches in ((None, 1), (None, 1), (first, 2), (None, 2)):
-            if ended:
-                ended.kill()
-                ended.wait()
-            watched.sample(search=False)
-            assert len(searches) == num_searches
-        assert first.pid in watched.samples[0].workers and list(watched.samples[-1].workers) == [second.pid]
-        second.kill()
+    watched, searches = Utilisation(), []
+    search = watched._search
+    monkeypatch.setattr(watched, "_search", lambda known: searches.append(1) or search(known))
+
+    def found(*processes):
+        watched.sample()
+        return {process.pid for process in processes} <= set(watched.samples[-1].workers)
+
+    with subprocess.Popen(sleeper) as first:
+        assert found(first) and found(first) and len(searches) == 1
+        with subprocess.Popen(sleeper) as second:
+            assert found(first, second) and found(first, second) and len(searches) == 2
+            first.kill()
+            first.wait()
+            assert found(second) and not found(first) and len(searches) == 3
+            monkeypatch.setattr(utilisation, "children_of", lambda pid: None)
+            assert found(second) and found(second) and len(searches) == 5
+            second.kill()
 
 
 def test_a_process_that_has_ended_is_no_error():

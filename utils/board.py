@@ -39,7 +39,7 @@ class Board:
         if not self.is_watching:
             self.watched.__enter__()
             self.is_watching = True
-        self._border()
+        self.watched.sample()
         self.watched.forget()
         self.started = self.trained = time.monotonic()
         self.num_images = 0
@@ -47,7 +47,7 @@ class Board:
     def exclude(self, seconds):
         """Leave what happened in the last `seconds` out of the epoch, its use of the machine included."""
         self.started += seconds
-        self._border()
+        self.watched.sample()
         self.watched.forget()
 
     def batch(self, num_images):
@@ -57,12 +57,8 @@ class Board:
 
     def end_training(self):
         """The training part of the epoch ends here, with the last batch or later."""
-        self._border()
+        self.watched.sample()
         self.trained = time.monotonic()
-
-    def _border(self):
-        """Between two parts of an epoch; the device may be waiting for it to pass."""
-        self.watched.sample(search=False)
 
     def end_epoch(self, epoch):
         """Write the scalars of the epoch."""

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from dataclasses import dataclass
-from itertools import count
+from pathlib import Path
 
 import psutil
 
@@ -21,7 +21,6 @@ logger = logging.getLogger(__name__)
 
 # Helpers of Python and PyTorch that belong to a run but prepare no batches.
 NO_WORKERS = ("resource_tracker", "forkserver", "compile_worker")
-SEARCH_EVERY = 5  # samples; in between, children that are new and others that still run go unnoticed
 IDLE_BELOW = 0.01  # share of a core; loader workers of the validation set only wait while the run trains
 
 
@@ -67,7 +66,7 @@ class Utilisation:
         self.interval, self.memory = interval, memory
         self.gpu = open_gpu()
         self.samples = []
-        self._workers = {}  # psutil.Process of each child seen so far, None for helpers
+        self._found = None, {}  # children as the kernel told, their psutil.Process by pid, None for helpers
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="utilisation", daemon=True)
 
@@ -86,18 +85,12 @@ class Utilisation:
             self._thread.join()
             self.sample()
 
-    def sample(self, search=True):
-        """Note this moment. Call it at the borders of a stretch that `usage` is to be exact about.
-
-        To `search` for children takes most of the time; otherwise the known ones are looked at, if all still run.
-        """
+    def sample(self):
+        """Note this moment. Call it at the borders of a stretch that `usage` is to be exact about."""
         gpu, gpu_memory = self.gpu() if self.gpu else (None, None)
-        workers = self._find_workers() if search else self._known_workers()
-        times = self._times(workers)
-        if not search and (not workers or len(times) < len(workers)):
-            workers = self._find_workers()
-            times = self._times(workers)
+        workers = self._find_workers()
         memory = proportional_memory([self.main, *workers.values()]) if self.memory else None
+        times = {pid: seconds for pid, process in workers.items() if (seconds := cpu_seconds(process)) is not None}
         self.samples.append(Sample(time.monotonic(), cpu_seconds(self.main), times, gpu, gpu_memory, memory))
 
     def forget(self):
@@ -109,30 +102,23 @@ class Utilisation:
         return summarise([s for s in list(self.samples) if (start or 0) <= s.time <= (end or float("inf"))])
 
     def _watch(self):
-        for number in count():
-            if self._stop.wait(self.interval):
-                return
-            self.sample(search=self.memory or number % SEARCH_EVERY == 0)
+        while not self._stop.wait(self.interval):
+            self.sample()
 
     def _find_workers(self):
+        """{pid: psutil.Process}. To search takes most of the time of a sample, so it waits for a change of children."""
+        children, (children_then, workers) = children_of(self.main.pid), self._found
+        if children is None or children != children_then:
+            workers = self._search(workers)
+            self._found = children, workers  # another thread may be reading it, so both at once
+        return {pid: process for pid, process in workers.items() if process}
+
+    def _search(self, known):
         try:
             children = self.main.children(recursive=True)
         except psutil.Error:
             return {}
-        known = dict(self._workers)  # another thread may be reading the old one
-        for child in children:
-            if child.pid not in known:
-                known[child.pid] = None if is_helper(child) else child
-        alive = {child.pid for child in children}
-        self._workers = {pid: process for pid, process in known.items() if pid in alive}
-        return self._known_workers()
-
-    def _known_workers(self):
-        return {pid: process for pid, process in self._workers.items() if process}
-
-    @staticmethod
-    def _times(workers):
-        return {pid: seconds for pid, process in workers.items() if (seconds := cpu_seconds(process)) is not None}
+        return {child.pid: known[child.pid] if child.pid in known else worker(child) for child in children}
 
 
 def summarise(samples):
@@ -187,13 +173,21 @@ def proportional_memory(processes):
     return total / 1e9
 
 
-def is_helper(process):
-    """Whether a child process serves Python or PyTorch instead of making batches."""
+def children_of(pid):
+    """The kernel's list of what the main thread of a process has started, as text; None where there is no such list."""
     try:
-        words = " ".join(process.cmdline())
+        return Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    except OSError:
+        return None
+
+
+def worker(child):
+    """The process `child` itself; None when it serves Python or PyTorch instead of making batches, or has ended."""
+    try:
+        words = " ".join(child.cmdline())
     except psutil.Error:
-        return True
-    return any(name in words for name in NO_WORKERS)
+        return None
+    return None if any(name in words for name in NO_WORKERS) else child
 
 
 def open_gpu():
