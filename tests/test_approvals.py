@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 import time
 
 import pytest
@@ -219,7 +220,7 @@ def test_runs_of_stage_6_side_by_side(at_once, tmp_path, monkeypatch):
     """Runs come back in their order; only those that had the machine to themselves tell of its speed."""
     at_work, most = [], []
 
-    def train(arguments, folder, *rest):
+    def train(arguments, folder, *rest, **more):
         at_work.append(folder)
         most.append(len(at_work))
         time.sleep(0.1 if "--fast" in arguments else 0.3)
@@ -234,3 +235,17 @@ def test_runs_of_stage_6_side_by_side(at_once, tmp_path, monkeypatch):
     assert max(most) == at_once and list(setup.measured) == (["no flag", "fast", "compiled"] if at_once == 1 else [])
     with pytest.raises(Failed, match="rows are missing"):
         setup.train_all(variants, epochs=2)
+
+
+def test_a_run_that_fails_ends_those_beside_it(tmp_path, monkeypatch):
+    """Those that have begun, with their workers, and those that would come next."""
+    monkeypatch.setattr(observe, "train_program", lambda: [sys.executable, "tests/fake_train.py"])
+    hyp = tmp_path / "hyp.yaml"
+    hyp.write_text("lr0: 0.1\n")
+    setup, before = Setup(tmp_path, "data.yaml", hyp=str(hyp), workers=1, at_once=2), approval_setup.children()
+    monkeypatch.setenv("FAKE_SECONDS", "60")
+    variants = [("bad", ["--batch-size", "0"], {}), *((f"slow {k}", [], {}) for k in range(5))]
+    with pytest.raises(Failed, match="batch-size 0 is too small"):
+        setup.train_all(variants, epochs=1)
+    assert approval_setup.children() == before
+    assert not (tmp_path / "runs" / "slow_4").exists()

@@ -179,18 +179,26 @@ def test_validation_and_groups_are_finished_at_once(folder, monkeypatch):
 
 
 def test_a_loader_whose_gpu_does_not_agree_begins_again(folder, monkeypatch):
-    """Found out when the workers are at work already: those end, and nothing of the first epoch is lost."""
+    """Found out when the workers are at work already: of them and of their memory nothing stays."""
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     monkeypatch.setattr(fast_loader, "gpu_agrees", lambda size, warp_later: False)
 
     def batches(**flags):
+        """The batches, the workers' shared memory in bytes, and the next draw of torch's generator."""
+        torch.manual_seed(0)
         loader, _ = create_dataloader(str(folder / "all.txt"), 64, 5, 32, SimpleNamespace(single_cls=False),
                                       hyp=golden_data.ALL_AUGMENTATIONS, augment=True, workers=2, seed=3,
                                       **flags)  # fmt: skip
-        return [(images.clone(), targets, paths) for images, targets, paths, _ in loader]
+        workers = [worker for worker in psutil.Process().children() if worker.pid not in before]
+        memory = [part.size for worker in workers for part in worker.memory_maps() if "/dev/zero" in part.path]
+        found = [(images.clone(), targets, paths) for images, targets, paths, _ in loader]
+        return found, len(workers), sum(memory), torch.rand(1)
 
-    before = psutil.Process().children()
-    wanted, found = batches(), batches(worker_tensor=True, finish_later=True)
-    for (images, targets, paths), (others, rows, names) in zip(wanted, found, strict=True):
-        assert images.equal(others) and targets.equal(rows) and paths == names
-    assert len(psutil.Process().children()) - len(before) <= 2, "workers of the first loader are left"
+    before = {process.pid for process in psutil.Process().children()}
+    (wanted, *_), (host, *state), (found, *again) = (
+        batches(**flags) for flags in ({}, {"worker_tensor": True}, {"worker_tensor": True, "finish_later": True})
+    )
+    for (images, targets, paths), *others in zip(wanted, host, found, strict=True):
+        for more_images, rows, names in others:
+            assert images.equal(more_images) and targets.equal(rows) and paths == names
+    assert again == state

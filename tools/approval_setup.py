@@ -3,6 +3,7 @@
 import io
 import re
 import shlex
+import threading
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from tools.make_shapes import NAMES, make_shapes
 from utils import observe
 from utils.files import PROJECT_ROOT
 
-TIMEOUT = 900  # seconds after which a training run counts as hung
+TIMEOUT = 900  # seconds after which a training run counts as hung, if it has the machine to itself
 
 
 class Failed(Exception):
@@ -113,22 +114,23 @@ class Setup:
         if self.at_once == 1:
             return [self.train(name, *flags, epochs=epochs, environment=more) for name, flags, more in variants]
         before, order = children(), sorted(range(len(variants)), key=lambda k: not variants[k][2])  # compiling is slow
+        stop = threading.Event()
         with ThreadPoolExecutor(self.at_once) as pool:
             try:
-                done = dict(zip(order, pool.map(lambda k: self._run(*variants[k], epochs), order), strict=True))
-            except BaseException:  # an interruption, too: nobody waits for the others
+                runs = pool.map(lambda k: self._run(*variants[k], epochs, stop), order)
+                done = dict(zip(order, runs, strict=True))
+            finally:  # after a failure or an interruption nobody waits for the others
+                stop.set()
                 pool.shutdown(wait=False, cancel_futures=True)
-                for pid in children() - before:
-                    with suppress(psutil.Error):
-                        psutil.Process(pid).terminate()
-                raise
         if children() - before:
             raise Failed("processes were left behind")
         return [done[k] for k in range(len(variants))]
 
-    def _run(self, name, flags, environment, epochs):
-        print(f"    {name}", flush=True)
-        run = observe.run_training(self.arguments(epochs, *flags), self.folder_of(name), None, TIMEOUT, environment)
+    def _run(self, name, flags, environment, epochs, stop=None):
+        print(f"    {name}\n", end="", flush=True)  # in one piece, for other threads print, too
+        run = observe.run_training(
+            self.arguments(epochs, *flags), self.folder_of(name), None, TIMEOUT * self.at_once, environment, stop=stop
+        )
         if not run.completed or len(run.rows) != epochs:
             raise Failed(f"{' '.join(flags) or 'no flag'}: {run.message or 'rows are missing'}; see {run.folder}")
         self.curves[name] = run.rows

@@ -136,6 +136,7 @@ def build_loader(dataset, batch_size, workers, settings, *, rank=-1, world_size=
         micro_batch = min(settings.micro_batch_size or choose_micro_batch(batch_size, workers), batch_size)
         prefetch = settings.prefetch_factor or 2
         check_memory(ring_length(workers, prefetch, micro_batch, batch_size) * batch_bytes)
+        generator = torch.get_rng_state()
         loader = SlabLoader(
             source, batches, batch_size, batch_bytes, workers,
             micro_batch=micro_batch, prefetch=prefetch, timeout=settings.timeout, collate_group=collate_fn4,
@@ -145,6 +146,8 @@ def build_loader(dataset, batch_size, workers, settings, *, rank=-1, world_size=
         if not recipe or gpu_agrees(dataset.img_size, recipe > RECIPE):  # found out while the workers are at work
             return loader
         loader.close()
+        del loader  # or the workers of the next one would keep its slabs
+        torch.set_rng_state(generator)
         return build_loader(
             dataset, batch_size, workers, replace(settings, finish_later=False), rank=rank, world_size=world_size,
             image_weights=image_weights, collate_fn=collate_fn, collate_fn4=collate_fn4,

@@ -24,7 +24,7 @@ from utils.utilisation import Usage, Utilisation, gpu_name
 
 LOG = "output.log"  # in the run folder: what the process printed
 MAP50, LOSS = "metrics/mAP_0.5", "train/total_loss"  # columns of results.csv
-TIMED_OUT = "timed out"
+TIMED_OUT, NOT_WANTED = "timed out", "nobody waits for it any more"
 POLL = 0.2  # seconds between two looks at a process
 CHILD = {"OMP_WAIT_POLICY": "PASSIVE"}  # threads that wait sleep: the workers of the loader need the cores
 GRACE = 15  # seconds that a process is given to end when it is asked to
@@ -77,12 +77,13 @@ def train_program():
     return [sys.executable, str(PROJECT_ROOT / "train.py")]
 
 
-def run_training(arguments, folder, on_epoch=None, timeout=None, environment=None, program=None):
+def run_training(arguments, folder, on_epoch=None, timeout=None, environment=None, program=None, stop=None):
     """Train with the command line `arguments` into `folder`, wait for the end, and return the Run.
 
     `on_epoch(rows)` is called whenever an epoch is complete; what it returns, if anything, is the reason to stop the
     run. After `timeout` seconds the run is stopped and counts as failed. `environment` adds variables. With everything
-    that ends this function, an interruption included, the process and its workers end too.
+    that ends this function, an interruption included, the process and its workers end too; in another thread than the
+    main one, which no interruption reaches, they end when `stop` (an Event) is set.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -100,7 +101,7 @@ def run_training(arguments, folder, on_epoch=None, timeout=None, environment=Non
         )  # fmt: skip
         try:
             with Utilisation(process.pid, interval=2.0, memory=True) as watched:
-                reason = wait_for_end(process, folder, on_epoch, timeout and started + timeout)
+                reason = wait_for_end(process, folder, on_epoch, timeout and started + timeout, stop)
         finally:
             end_group(process)
     run = Run(folder, "completed", seconds=time.monotonic() - started, usage=watched.usage())
@@ -121,12 +122,14 @@ def forget_results(folder):
         path.unlink(missing_ok=True)
 
 
-def wait_for_end(process, folder, on_epoch: Callable | None, deadline):
+def wait_for_end(process, folder, on_epoch: Callable | None, deadline, stop=None):
     """Wait for a training process; why it has to be stopped, or "" when it ended by itself."""
     results = RowReader(folder)
     while process.poll() is None:
         if deadline and time.monotonic() > deadline:
             return TIMED_OUT
+        if stop and stop.is_set():
+            return NOT_WANTED
         if on_epoch and results.has_grown() and (reason := on_epoch(results.rows)):
             return reason
         time.sleep(POLL)
