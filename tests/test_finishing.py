@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests import golden_data
-from utils import fast_loader, finishing
+from utils import fast_loader, finishing, late_warp
 from utils.augment import Colours
 from utils.datasets import create_dataloader
 from utils.finishing import RECIPE, AtOnce, Later, Unfinished
@@ -202,3 +202,15 @@ def test_a_loader_whose_gpu_does_not_agree_begins_again(folder, monkeypatch):
         for more_images, rows, names in others:
             assert images.equal(more_images) and targets.equal(rows) and paths == names
     assert again == state
+
+
+@pytest.mark.parametrize("warps", [True, False])
+def test_colours_stay_on_a_gpu_that_only_warps_otherwise(warps, folder, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(fast_loader, "gpu_agrees", lambda size, warp_later: warps or not warp_later)
+    monkeypatch.setattr(fast_loader, "way_of_warping", lambda size: late_warp.FIXED)
+    loader, _ = create_dataloader(str(folder / "all.txt"), 64, 5, 32, SimpleNamespace(single_cls=False),
+                                  hyp=golden_data.ALL_AUGMENTATIONS, augment=True, workers=2, worker_tensor=True,
+                                  finish_later=True)  # fmt: skip
+    images, *_ = next(iter(loader))
+    assert isinstance(images, Unfinished) and (images.recipes.shape[1] > RECIPE) == warps

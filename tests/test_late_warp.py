@@ -7,10 +7,10 @@ import torch
 from utils import late_warp
 from utils.augment import GREY, Colours, Warp
 from utils.finishing import RECIPE, UNWARPED, AtOnce, Later, Unfinished, recipe_bytes
-from utils.late_warp import HEADER, ROOM, Unwarped, seen_part, warp_with_grid, warps_in_fixed_point, whole
+from utils.late_warp import FIXED, FLOATING, HEADER, ROOM, Unwarped, seen_part, warp_with_grid, way_of_warping, whole
 
 SIZE = 64
-FIXED_POINT = pytest.mark.skipif(not warps_in_fixed_point(SIZE), reason="this OpenCV warps in floating point")
+KNOWN_WAY = pytest.mark.skipif(way_of_warping(SIZE) is None, reason="this OpenCV warps in a way of its own")
 
 
 class Canvas:
@@ -35,14 +35,15 @@ def warp_of(gain, x, y, slant=0.0):
 
 def test_the_part_that_is_seen_by_hand():
     """Twice as large: column 0 lies at (0 + 96) / 2 = 48, column 63 at 79.5, so 48 to 80 are read; rows are 5 lower."""
-    (x1, y1, x2, y2), x, y = seen_part(warp_of(2, 32, 22), 2 * SIZE, 2 * SIZE, room=SIZE**2)
-    assert (x1, x2, y1, y2) == (48, 81, 53, 86)
-    assert x[:3].tolist() == [48 * 32, 48 * 32 + 16, 49 * 32]
-    assert y[-1] == (53 + 31) * 32 + 16
+    for way, half in ((FIXED, 16), (FLOATING, 0.5)):
+        (x1, y1, x2, y2), columns, rows = seen_part(warp_of(2, 32, 22), 2 * SIZE, 2 * SIZE, SIZE**2, way)
+        assert (x1, x2, y1, y2) == (48, 81, 53, 86)
+        assert [part[:3].tolist() for part in columns] == [[48, 48, 49], [0, half, 0]]
+        assert [part[-1] for part in rows] == [53 + 31, half]
 
 
 def test_warps_that_cannot_wait():
-    area = 2 * SIZE, 2 * SIZE, ROOM * SIZE**2
+    area = 2 * SIZE, 2 * SIZE, ROOM * SIZE**2, FIXED
     assert seen_part(warp_of(1.2, 30, 30), *area) is not None
     assert seen_part(warp_of(1.2, 30, 30, slant=0.1), *area) is None
     assert seen_part(warp_of(0.6, 30, 30), *area) is None, "more is seen than there is room for"
@@ -53,31 +54,33 @@ def test_warps_that_cannot_wait():
 
 
 def test_half_way_between_two_pixels_and_beside_the_canvas():
-    """Position 31.5 of a canvas 0, 1, 2, ... is 31.5, rounded up; left of it everything is grey."""
+    """Halves are rounded up in fixed point, to even numbers in floating point; left of the canvas all is grey."""
     place = np.zeros((ROOM * 2, 2, 3), np.uint8)
-    place.reshape(-1)[: 2 * 2 * 3] = np.repeat([31, 32, 31, 32], 3)
-    grid = np.array([2, 2, 16, -64, 0, 32], np.int32)  # 2 x 2 pixels; columns at 0.5 and -2, rows at 0 and 1
-    assert warp_with_grid(place, grid)[..., 0].tolist() == [[32, GREY], [32, GREY]]
+    place.reshape(-1)[: 2 * 2 * 3] = np.repeat([31, 32, 32, 33], 3)
+    grid = np.array([2, 2, 0, -2, 0, 1, 16, 0, 0, 0], np.int32)  # 2 x 2 pixels; columns at 0.5 and -2, rows at 0 and 1
+    assert warp_with_grid(place, grid, FIXED)[..., 0].tolist() == [[32, GREY], [33, GREY]]
+    grid[6] = np.float32(0.5).view(np.int32)
+    assert warp_with_grid(place, grid, FLOATING)[..., 0].tolist() == [[32, GREY], [32, GREY]]
 
 
-@FIXED_POINT
+@KNOWN_WAY
 def test_parts_become_the_pictures_of_opencv():
     rng, num_waiting = np.random.default_rng(1), 0
     for k in range(60):
         canvas = Canvas(k)
         unwarped = Unwarped(canvas, warp_of(rng.uniform(0.5, 2.2), *rng.uniform(-10, SIZE + 10, 2)))
-        place, grid = np.full((ROOM * SIZE, SIZE, 3), 7, np.uint8), np.empty(HEADER + 2 * SIZE, np.int32)
+        place, grid = np.full((ROOM * SIZE, SIZE, 3), 7, np.uint8), np.empty(HEADER + 4 * SIZE, np.int32)
         if unwarped.write(place, grid):
             num_waiting += 1
-            assert np.array_equal(warp_with_grid(place, grid), unwarped.whole()), k
+            assert np.array_equal(warp_with_grid(place, grid, way_of_warping(SIZE)), unwarped.whole()), k
     assert num_waiting > 30
 
 
 def test_another_way_of_warping_is_noticed(monkeypatch):
-    monkeypatch.setattr(late_warp, "warp_with_grid", lambda place, grid: place[: len(place) // ROOM])
-    warps_in_fixed_point.cache_clear()
-    assert not warps_in_fixed_point(SIZE)
-    warps_in_fixed_point.cache_clear()
+    monkeypatch.setattr(late_warp, "warp_with_grid", lambda place, *rest: place[: len(place) // ROOM])
+    way_of_warping.cache_clear()
+    assert way_of_warping(SIZE) is None
+    way_of_warping.cache_clear()
 
 
 def test_whole_pictures_pass():
@@ -113,7 +116,7 @@ def both_ways(warp_later=True):
     return torch.from_numpy(wanted), Unfinished(torch.from_numpy(np.stack(pixels)), torch.from_numpy(recipes))
 
 
-@FIXED_POINT
+@KNOWN_WAY
 def test_a_batch_warped_later_on_the_host():
     wanted, batch = both_ways()
     assert batch.recipes[:, UNWARPED].tolist() == [1, 1, 1, 1, 0, 0, 0]
@@ -129,8 +132,11 @@ def test_without_room_for_a_grid_the_worker_warps():
 
 
 @pytest.mark.gpu
-@FIXED_POINT
-def test_a_batch_warped_on_the_gpu():
-    wanted, batch = both_ways()
+@pytest.mark.parametrize("way", [FIXED, FLOATING])
+def test_a_batch_warped_on_the_gpu(way, monkeypatch):
+    """As the host does it, in both ways, whichever of them the OpenCV here has."""
+    monkeypatch.setattr(late_warp, "way_of_warping", lambda width: way)
+    _, batch = both_ways()
+    assert batch.recipes[:, UNWARPED].tolist() == [1, 1, 1, 1, 0, 0, 0]
     found = Unfinished(*(part.cuda() for part in batch)).finished()
-    assert found.is_contiguous(memory_format=torch.channels_last) and found.cpu().equal(wanted)
+    assert found.is_contiguous(memory_format=torch.channels_last) and found.cpu().equal(batch.finished())

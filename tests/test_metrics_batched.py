@@ -62,12 +62,13 @@ def test_match_by_hand():
     assert nothing.shape == (1, 3, 10) and not nothing.any()
 
 
+def batched_curves(tp, conf, pred_cls, target_cls, v5_metric, device="cpu"):
+    on_device = (torch.from_numpy(part).to(device) for part in (tp, conf, pred_cls))
+    return metrics_batched.precision_recall(*on_device, target_cls, v5_metric=v5_metric)
+
+
 def assert_equal_curves(*arguments):
-    tp, conf, pred_cls, target_cls, v5_metric = arguments
-    expected = metrics.precision_recall_curves(*arguments)
-    found = metrics_batched.precision_recall(
-        *map(torch.from_numpy, (tp, conf, pred_cls)), target_cls, v5_metric=v5_metric
-    )
+    expected, found = metrics.precision_recall_curves(*arguments), batched_curves(*arguments)
     for field in fields(expected):
         assert np.array_equal(getattr(found, field.name), getattr(expected, field.name)), field.name
     return expected
@@ -86,16 +87,32 @@ def test_curves_equal_the_reference(ties, v5_metric):
     assert 0.1 < curves.ap[0, 0] < 1 and not curves.ap[-1].any()
 
 
-def test_curves_of_classes_of_very_different_sizes():
-    """They are worked on in groups of similar size, with padding."""
+SIZES = [1, 1, 2, 3, 3, 5, 40, 41, 79, 0, 700]
+
+
+def predictions_of(sizes):
+    """Arguments of `precision_recall` with so many predictions of each class, and 18 labels or so."""
     rng = np.random.default_rng(3)
-    counts = [1, 1, 2, 3, 3, 5, 40, 41, 79, 0, 700]
-    pred_cls = rng.permutation(np.repeat(np.arange(11), counts)).astype(np.float32)
+    pred_cls = rng.permutation(np.repeat(np.arange(len(sizes)), sizes)).astype(np.float32)
     conf = rng.random(len(pred_cls)).astype(np.float16).astype(np.float32)
     tp = (rng.random((len(conf), 1)) < 0.7) & (np.arange(10) < rng.integers(0, 11, (len(conf), 1)))
-    assert_equal_curves(tp, conf, pred_cls, rng.integers(0, 11, 200).astype(np.float32), False)
-    groups = list(metrics_batched._of_similar_size(np.array(counts), most=150))
+    return tp, conf, pred_cls, rng.integers(0, len(sizes), 18 * len(sizes)).astype(np.float32), False
+
+
+def test_curves_of_classes_of_very_different_sizes():
+    """They are worked on in groups of similar size, with padding."""
+    assert_equal_curves(*predictions_of(SIZES))
+    groups = list(metrics_batched._of_similar_size(np.array(SIZES), most=150))
     assert [group.tolist() for group in groups] == [[0, 1, 2], [3, 4, 5], [6, 7], [8], [10]]
+
+
+@pytest.mark.gpu
+def test_curves_on_a_gpu():
+    """A recall that is a rounding away from a multiple of 0.01 would change an AP by more than 1e-5."""
+    arguments = predictions_of([100 * size for size in SIZES])
+    expected, found = metrics.precision_recall_curves(*arguments), batched_curves(*arguments, device="cuda")
+    for field in fields(expected):
+        np.testing.assert_allclose(getattr(found, field.name), getattr(expected, field.name), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("num_predictions", "num_labels"), [(0, 3), (3, 0), (0, 0), (1, 1)])

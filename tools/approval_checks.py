@@ -195,9 +195,8 @@ def performance(setup: Setup):
     }
     for side, name in zip(runs.values(), ("A: no flag", f"B: {b.in_words()}"), strict=True):
         setup.curves[name] = side[0].rows
-    return (
-        f"{b.in_words()}: {' against '.join(ab_compare.show(rate, '{:,.0f} img/s') for rate in rates)}, {out}/report.md"
-    )
+    before, after = (ab_compare.show(rate, "{:,.0f} img/s") for rate in rates)
+    return f"no flag: {before}, {b.in_words()}: {after}; {out}/report.md"
 
 
 def compared(setup, key):

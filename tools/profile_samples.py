@@ -73,7 +73,7 @@ def profile(dataset, num_samples, later, seed):
     """Microseconds per sample of each step, as a dict."""
     size = dataset.img_size
     place = np.empty(3 * late_warp.ROOM * size**2, np.uint8)
-    recipe = np.empty(finishing.recipe_bytes(size, late_warp.warps_in_fixed_point(size)), np.uint8)
+    recipe = np.empty(finishing.recipe_bytes(size, late_warp.way_of_warping(size) is not None), np.uint8)
     dataset.new_image = lambda shape, dtype: place[: int(np.prod(shape))].reshape(shape)
     dataset.finish = finishing.Later() if later else finishing.AtOnce()
     random.seed(seed)

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, get_worker_info
 
 from utils.files import printable
 from utils.finishing import RECIPE, agrees_with_table, gpu_agrees, recipe_bytes
-from utils.late_warp import ROOM, warps_in_fixed_point
+from utils.late_warp import ROOM, way_of_warping
 from utils.loader_workers import LoaderError, about, can_fork, end_with_a_lost_batch, in_words, shared_array
 from utils.seeding import EpochOrder, KeyedDataset, SeededQuad, WithKeys
 from utils.short_epochs import ShortEpochs
@@ -40,6 +40,7 @@ class Settings:
     seed: int | None = None
     first_epoch: int = 0
     finish_later: bool = False  # the consumer understands Unfinished batches
+    warp_later: bool = True  # and may warp them
     max_batches: int | None = None
 
 
@@ -131,7 +132,7 @@ def build_loader(dataset, batch_size, workers, settings, *, rank=-1, world_size=
         source.share_indices()
     batch_bytes = 3 * max_pixels(dataset) * (max(batch_size, 4) if collate_fn4 else batch_size)
     if settings.worker_tensor:
-        recipe = recipe_for(dataset, collate_fn4) if settings.finish_later else 0
+        recipe = recipe_for(dataset, collate_fn4, settings.warp_later) if settings.finish_later else 0
         batch_bytes *= ROOM if recipe > RECIPE else 1
         micro_batch = min(settings.micro_batch_size or choose_micro_batch(batch_size, workers), batch_size)
         prefetch = settings.prefetch_factor or 2
@@ -148,9 +149,10 @@ def build_loader(dataset, batch_size, workers, settings, *, rank=-1, world_size=
         loader.close()
         del loader  # or the workers of the next one would keep its slabs
         torch.set_rng_state(generator)
+        less = replace(settings, warp_later=False, finish_later=recipe > RECIPE)
         return build_loader(
-            dataset, batch_size, workers, replace(settings, finish_later=False), rank=rank, world_size=world_size,
-            image_weights=image_weights, collate_fn=collate_fn, collate_fn4=collate_fn4,
+            dataset, batch_size, workers, less, rank=rank, world_size=world_size, image_weights=image_weights,
+            collate_fn=collate_fn, collate_fn4=collate_fn4,
         )  # fmt: skip
     named = samples = _NamedErrors(source, workers)
     collate = collate_fn4 or collate_fn
@@ -166,12 +168,12 @@ def build_loader(dataset, batch_size, workers, settings, *, rank=-1, world_size=
     )  # fmt: skip
 
 
-def recipe_for(dataset, collate_group):
+def recipe_for(dataset, collate_group, warp_later):
     """Bytes that tell the last steps of a sample; 0 if whole batches on a GPU would not get the same pixels."""
     size = dataset.img_size
     if not dataset.augment or dataset.rect or collate_group or not agrees_with_table(size):
         return 0
-    return recipe_bytes(size, warp_later=dataset.mosaic and warps_in_fixed_point(size))
+    return recipe_bytes(size, warp_later=warp_later and dataset.mosaic and way_of_warping(size) is not None)
 
 
 def _enter(source, worker_id):

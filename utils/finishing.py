@@ -17,6 +17,7 @@ import cv2
 import numpy as np
 import torch
 
+from utils import late_warp
 from utils.augment import apply_tables
 from utils.late_warp import ROOM, Unwarped, grid_bytes, made_up_warp, warp_with_grid, whole
 
@@ -129,7 +130,8 @@ class Unfinished(NamedTuple):
         if self.pixels.is_cuda:
             from utils.finishing_kernel import finish
 
-            finish(self.pixels, self.recipes, conversion_tables(self.pixels.device), out)
+            way = late_warp.way_of_warping(out.shape[2])
+            finish(self.pixels, self.recipes, conversion_tables(self.pixels.device), way, out)
         else:
             for picture, recipe, place in zip(self.pixels.numpy(), self.recipes.numpy(), out.numpy(), strict=True):
                 _finish(picture, recipe, place)
@@ -139,7 +141,8 @@ class Unfinished(NamedTuple):
 def _finish(picture, recipe, place):
     """One picture, on the host."""
     if recipe[UNWARPED]:
-        img = warp_with_grid(picture, recipe[RECIPE:].view(np.int32))
+        grid = recipe[RECIPE:].view(np.int32)
+        img = warp_with_grid(picture, grid, late_warp.way_of_warping(picture.shape[1]))
     else:
         img = picture[: len(place)].copy()
     if recipe[RECOLOURED]:

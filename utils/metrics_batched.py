@@ -87,21 +87,22 @@ def _class_curves(tp, conf, starts, counts, num_labels, v5_metric):
     place = torch.arange(int(counts.max()), device=conf.device)
     exists = place < counts[:, None]  # [c x n]; the rest is padding, which finds nothing
     index = torch.minimum(place, counts[:, None] - 1) + starts[:, None]
-    hits = (tp[index] & exists[..., None]).cumsum(1).double()  # [c x n x T]
-    recall = hits / (num_labels + 1e-16)[:, None, None]
-    precision = hits / (place + 1)[:, None]
+    # predictions come last, because a GPU accumulates along the last axis in parallel
+    hits = (tp[index] & exists[..., None]).transpose(1, 2).contiguous().cumsum(2).double()  # [c x T x n]
+    recall = hits / (num_labels + 1e-16)[:, None, None]  # by a tensor: by a number, a GPU multiplies with its inverse
+    precision = hits / (place + 1)
     conf = torch.where(exists, conf[index], -torch.inf)
-    by_confidence = torch.stack((recall[..., 0], precision[..., 0]), 1).flatten(0, 1)  # [2c x n]
+    by_confidence = torch.stack((recall[:, 0], precision[:, 0]), 1).flatten(0, 1)  # [2c x n]
     left = axis.new_tensor([[0.0], [1.0]]).repeat(len(counts), 1)  # above all confidences: nothing found, nothing wrong
     conf, last = (-conf).repeat_interleave(2, 0), (counts[:, None] - 1).repeat_interleave(2, 0)
     by_confidence = interpolate(-axis.expand(len(conf), -1), conf, by_confidence, left, last)
 
-    end = torch.ones_like(recall[:, -1:]) if v5_metric else recall[:, -1:] + 0.01
-    recall = torch.where(exists[..., None], recall, end)
-    recall = torch.cat((torch.zeros_like(end), recall, end), 1).transpose(1, 2).flatten(0, 1)  # [cT x n + 2]
-    precision = torch.where(exists[..., None], precision, 0.0)
-    precision = torch.cat((torch.ones_like(end), precision, torch.zeros_like(end)), 1)
-    precision = precision.flip(1).cummax(1).values.flip(1).transpose(1, 2).flatten(0, 1)
+    end = torch.ones_like(recall[..., -1:]) if v5_metric else recall[..., -1:] + 0.01
+    recall = torch.where(exists[:, None], recall, end)
+    recall = torch.cat((torch.zeros_like(end), recall, end), 2).flatten(0, 1)  # [cT x n + 2]
+    precision = torch.where(exists[:, None], precision, 0.0)
+    precision = torch.cat((torch.ones_like(end), precision, torch.zeros_like(end)), 2).flatten(0, 1)
+    precision = precision.flip(1).cummax(1).values.flip(1)
     at_grid = interpolate(grid.expand(len(recall), -1), recall, precision, precision[:, :1])
     first = slice(None, None, tp.shape[1])
     by_recall = interpolate(axis.expand(len(counts), -1), recall[first], precision[first], precision[first, :1])
