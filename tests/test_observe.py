@@ -1,6 +1,7 @@
 """Trainings as processes: how they end, what is read from them, nothing left behind; command lines with other words."""
 
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -90,6 +91,14 @@ def test_an_interruption_ends_the_run_too(tmp_path, hyp, monkeypatch):
 
     with pytest.raises(KeyboardInterrupt):
         fake(tmp_path / "one", hyp, "--epochs", 50, on_epoch=interrupt)
+    assert children() <= before
+
+
+def test_a_run_that_begins_after_all_were_to_stop_ends_at_once(tmp_path, hyp, monkeypatch):
+    monkeypatch.setenv("FAKE_SECONDS", "600")
+    before, stop = children(), threading.Event()
+    stop.set()
+    assert fake(tmp_path / "one", hyp, stop=stop).status == "stopped"
     assert children() <= before
 
 
