@@ -13,7 +13,8 @@ from tests import golden_data
 from utils import fast_loader, finishing, late_warp
 from utils.augment import Colours
 from utils.datasets import create_dataloader
-from utils.finishing import RECIPE, AtOnce, Later, Unfinished
+from utils.finishing import AtOnce, Later, Unfinished
+from utils.recipe import RECIPE, TABLES
 
 
 def picture(height=32, width=64, seed=0):
@@ -98,7 +99,7 @@ def test_a_gpu_that_does_not_agree_is_not_used(warp_later, monkeypatch, caplog):
 def test_the_made_up_batch_has_every_step():
     batch = finishing.made_up_batch(32, True)
     assert batch.image_shape == (4, 32, 32, 3) and len(torch.unique(batch.finished())) > 200
-    steps = batch.recipes[:, finishing.TABLES : finishing.RECIPE].tolist()
+    steps = batch.recipes[:, TABLES:RECIPE].tolist()
     assert steps == [[1, 0, 0, 0], [1, 1, 0, 1], [1, 0, 1, 1], [0, 1, 1, 1]]
 
 

@@ -6,8 +6,9 @@ import torch
 
 from utils import late_warp
 from utils.augment import GREY, Colours, Warp
-from utils.finishing import RECIPE, UNWARPED, AtOnce, Later, Unfinished, recipe_bytes
+from utils.finishing import AtOnce, Later, Unfinished
 from utils.late_warp import FIXED, FLOATING, HEADER, ROOM, Unwarped, seen_part, warp_with_grid, way_of_warping, whole
+from utils.recipe import RECIPE, UNWARPED, recipe_bytes
 
 SIZE = 64
 KNOWN_WAY = pytest.mark.skipif(way_of_warping(SIZE) is None, reason="this OpenCV warps in a way of its own")

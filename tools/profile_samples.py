@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.bench_samples import make_dataset
 from utils import augment, datasets, finishing, late_warp, mosaic
 from utils.hyp import load_hyp
+from utils.recipe import recipe_bytes
 
 STEPS = {
     "draw the mosaic": [(mosaic, "draw_mosaic4"), (mosaic, "draw_mosaic9")],
@@ -73,7 +74,7 @@ def profile(dataset, num_samples, later, seed):
     """Microseconds per sample of each step, as a dict."""
     size = dataset.img_size
     place = np.empty(3 * late_warp.ROOM * size**2, np.uint8)
-    recipe = np.empty(finishing.recipe_bytes(size, late_warp.way_of_warping(size) is not None), np.uint8)
+    recipe = np.empty(recipe_bytes(size, late_warp.way_of_warping(size) is not None), np.uint8)
     dataset.new_image = lambda shape, dtype: place[: int(np.prod(shape))].reshape(shape)
     dataset.finish = finishing.Later() if later else finishing.AtOnce()
     random.seed(seed)

@@ -13,9 +13,10 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, get_worker_info
 
 from utils.files import printable
-from utils.finishing import RECIPE, agrees_with_table, gpu_agrees, recipe_bytes
+from utils.finishing import agrees_with_table, gpu_agrees
 from utils.late_warp import ROOM, way_of_warping
 from utils.loader_workers import LoaderError, about, can_fork, end_with_a_lost_batch, in_words, shared_array
+from utils.recipe import RECIPE, recipe_bytes
 from utils.seeding import EpochOrder, KeyedDataset, SeededQuad, WithKeys
 from utils.short_epochs import ShortEpochs
 from utils.slabs import SlabLoader, choose_micro_batch, ring_length

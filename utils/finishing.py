@@ -19,14 +19,12 @@ import torch
 
 from utils import late_warp
 from utils.augment import apply_tables
-from utils.late_warp import ROOM, Unwarped, grid_bytes, made_up_warp, warp_with_grid, whole
+from utils.late_warp import ROOM, Unwarped, made_up_warp, warp_with_grid, whole
+from utils.recipe import MIRRORED, RECIPE, RECOLOURED, TABLES, UNWARPED, UPSIDE_DOWN, recipe_bytes
 
 logger = logging.getLogger(__name__)
 
 HUES = 180
-TABLES = 3 * 256  # bytes of the tables in a recipe
-RECOLOURED, UPSIDE_DOWN, MIRRORED, UNWARPED = range(TABLES, TABLES + 4)  # places of the yes-or-no bytes
-RECIPE = TABLES + 4  # bytes of a recipe without a warp; what `late_warp` needs comes behind, if it may wait
 
 
 class AtOnce:
@@ -96,11 +94,6 @@ class Later:
         else:
             img.whole(out=place[:height])
         return place
-
-
-def recipe_bytes(size, warp_later):
-    """Length of a recipe for a picture of `size` x `size` pixels."""
-    return RECIPE + (grid_bytes(size) if warp_later else 0)
 
 
 class Unfinished(NamedTuple):

@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from utils.finishing import MIRRORED, RECIPE, RECOLOURED, UNWARPED, UPSIDE_DOWN
 from utils.late_warp import FLOATING, FRACTION, HEADER, OUTSIDE
+from utils.recipe import MIRRORED, RECIPE, RECOLOURED, UNWARPED, UPSIDE_DOWN
 
 BLOCK = 1024  # pixels that a program finishes
 
