@@ -173,11 +173,25 @@ def test_run_and_approve(tool, tmp_path, capsys):
 
 
 def test_a_stage_that_found_nothing_has_not_passed(tool, monkeypatch):
-    monkeypatch.setattr(approve, "plot", lambda setup, path: path.parent.mkdir(parents=True))
+    monkeypatch.setattr(approve, "plot", lambda setup, path: None)
     for number in ("1", "2"):
         tool("run", number)
         tool("approve", number, "--by", "Ann", "--note", "x", "--despite-failures")
     assert tool("run", "3") == 1
+
+
+def test_a_stage_that_is_interrupted_keeps_what_it_found(tool, tmp_path, monkeypatch):
+    def interrupted(setup):
+        raise KeyboardInterrupt
+
+    checks = {"good": approval_checks.CHECKS[1]["good"], "endless": interrupted, "last": interrupted}
+    monkeypatch.setattr(approval_checks, "CHECKS", {1: checks})
+    with pytest.raises(KeyboardInterrupt):
+        tool("run", "1")
+    text = (tmp_path / "out" / "stage_1" / "report.md").read_text()
+    assert "CLI flags: not complete" in text and "| good | **passed** |" in text and "| last | **not made** |" in text
+    with pytest.raises(ValueError, match="1 passed, 2 not made; see"):
+        tool("approve", "1", "--by", "Ann")
 
 
 def test_combinations(monkeypatch):

@@ -19,6 +19,7 @@ from utils import observe
 from utils.files import PROJECT_ROOT
 
 TIMEOUT = 900  # seconds after which a training run counts as hung, if it has the machine to itself
+NOT_MADE = "not made"
 
 
 class Failed(Exception):
@@ -31,7 +32,7 @@ class NotMeasured(Exception):
 
 @dataclass
 class Finding:
-    """`status` is passed, failed or not measured."""
+    """`status` is passed, failed, not measured, or NOT_MADE: the stage has not come to it."""
 
     name: str
     status: str
@@ -136,6 +137,13 @@ class Setup:
         self.curves[name] = run.rows
         return run
 
+    def check_all(self, checks):
+        """Make the `checks` {name: function} one after another; yields after each, when a report may be written."""
+        self.findings = [Finding(name, NOT_MADE, "", 0.0) for name in checks]
+        for name, function in checks.items():
+            self.check(name, function)
+            yield
+
     def check(self, name, function):
         """Make one check and note what came of it."""
         print(f"  {name} ...", flush=True)
@@ -149,13 +157,14 @@ class Setup:
         except Exception as error:  # a check that breaks is a failed check, and the others go on
             traceback.print_exc()
             status, detail = "failed", f"{type(error).__name__}: {error}"
-        self.findings.append(Finding(name, status, detail, time.monotonic() - started))
+        finding = Finding(name, status, detail, time.monotonic() - started)
+        self.findings = [finding if planned.name == name else planned for planned in self.findings]
         print(f"    {status}: {detail}", flush=True)
 
     def passed(self):
-        """Nothing failed, and something was found."""
-        statuses = [finding.status for finding in self.findings]
-        return "failed" not in statuses and "passed" in statuses
+        """Every check was made, nothing failed, and something was found."""
+        statuses = {finding.status for finding in self.findings}
+        return "passed" in statuses and not statuses & {"failed", NOT_MADE}
 
     def as_dict(self):
         return {"findings": [asdict(finding) for finding in self.findings], "measured": self.measured}

@@ -19,13 +19,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.approval_setup import Setup
+from tools.approval_setup import NOT_MADE, Setup
 from utils import observe
 from utils.approvals import STAGES, Approvals, fingerprint
 from utils.charts import PALETTE, new_figure, save_figure, set_title, whole_numbers
 from utils.files import PROJECT_ROOT, atomic_write
 
-COLOURS = {"passed": PALETTE[2], "failed": PALETTE[4], "not measured": PALETTE[7]}
+COLOURS = {"passed": PALETTE[2], "failed": PALETTE[4], "not measured": PALETTE[7], NOT_MADE: PALETTE[7]}
 
 
 def run_stage(number, setup, approvals):
@@ -36,25 +36,32 @@ def run_stage(number, setup, approvals):
     stage = STAGES[number]
     setup.prepare()
     print(f"stage {number}: {stage.title}", flush=True)
-    started = time.monotonic()
-    for name, check in CHECKS[number].items():
-        setup.check(name, check)
-    content = {
-        "stage": number, "title": stage.title, "passed": setup.passed(), "date": time.strftime("%Y-%m-%d %H:%M"),
-        "seconds": time.monotonic() - started, "machine": observe.machine(), "arguments": setup.in_words(),
-        **setup.as_dict(), "files": fingerprint(stage),
-    }  # fmt: skip
+    started, machine = time.monotonic(), observe.machine()
+    for _ in setup.check_all(CHECKS[number]):  # a report after each: whatever ends this leaves what was found
+        content = {
+            "stage": number, "title": stage.title, "passed": setup.passed(), "date": time.strftime("%Y-%m-%d %H:%M"),
+            "seconds": time.monotonic() - started, "machine": machine, "arguments": setup.in_words(),
+            **setup.as_dict(), "files": fingerprint(stage),
+        }  # fmt: skip
+        write_report(approvals.folder(number), content)
     plot(setup, approvals.folder(number) / "report.png")
-    with atomic_write(approvals.folder(number) / "report.json", "w") as file:
+    return setup.passed()
+
+
+def write_report(folder, content):
+    """report.json and report.md."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with atomic_write(folder / "report.json", "w") as file:
         json.dump(content, file, indent=1)
-    with atomic_write(approvals.folder(number) / "report.md", "w") as file:
+    with atomic_write(folder / "report.md", "w") as file:
         file.write(report_text(content))
-    return content["passed"]
 
 
 def report_text(content):
     """report.md from the content of report.json."""
-    verdict = "passed" if content["passed"] else "failed"
+    statuses = {finding["status"] for finding in content["findings"]}
+    unfinished = "not complete" if NOT_MADE in statuses and "failed" not in statuses else "failed"
+    verdict = "passed" if content["passed"] else unfinished
     lines = [f"# Stage {content['stage']}, {content['title']}: {verdict}", ""]
     lines += [f"- {name}: {value}" for name, value in content["machine"].items()]
     lines += [f"- runs: `{content['arguments']}`", f"- time: {content['seconds']:.0f} s", ""]
@@ -71,7 +78,8 @@ def report_text(content):
         if not any(row.get("GPU") is not None for row in content["measured"].values()):
             lines += ["", "GPU utilisation: not measured on this machine."]
     files = ", ".join(content["files"]) or "none yet"
-    return "\n".join([*lines, "", "![report](report.png)", "", f"An approval is about: {files}", ""])
+    lines += [""] if NOT_MADE in statuses else ["", "![report](report.png)", ""]
+    return "\n".join([*lines, f"An approval is about: {files}", ""])
 
 
 def plot(setup, path):
