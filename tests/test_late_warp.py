@@ -4,28 +4,30 @@ import numpy as np
 import pytest
 import torch
 
-from utils import late_warp
+from utils import finishing, late_warp
 from utils.augment import GREY, Colours, Warp
 from utils.finishing import AtOnce, Later, Unfinished
-from utils.late_warp import FIXED, FLOATING, HEADER, ROOM, Unwarped, seen_part, warp_with_grid, way_of_warping, whole
+from utils.late_warp import (
+    FIXED,
+    FLOATING,
+    HEADER,
+    ROOM,
+    Canvas,
+    Unwarped,
+    seen_part,
+    warp_with_grid,
+    way_of_warping,
+    whole,
+)
 from utils.recipe import RECIPE, UNWARPED, recipe_bytes
 
 SIZE = 64
 KNOWN_WAY = pytest.mark.skipif(way_of_warping(SIZE) is None, reason="this OpenCV warps in a way of its own")
 
 
-class Canvas:
-    """A picture [2 * SIZE square] in the role of a mosaic."""
-
-    def __init__(self, seed=0):
-        self.img = np.random.default_rng(seed).integers(0, 256, (2 * SIZE, 2 * SIZE, 3)).astype(np.uint8)
-        self.shape = self.img.shape
-
-    def paint(self, part, left, top):
-        part[...] = self.img[top : top + part.shape[0], left : left + part.shape[1]]
-
-    def painted(self, area):
-        return self.img
+def canvas(seed=0):
+    """Noise [2 * SIZE square] in the role of a mosaic."""
+    return Canvas(np.random.default_rng(seed).integers(0, 256, (2 * SIZE, 2 * SIZE, 3)).astype(np.uint8))
 
 
 def warp_of(gain, x, y, slant=0.0):
@@ -68,8 +70,7 @@ def test_half_way_between_two_pixels_and_beside_the_canvas():
 def test_parts_become_the_pictures_of_opencv():
     rng, num_waiting = np.random.default_rng(1), 0
     for k in range(60):
-        canvas = Canvas(k)
-        unwarped = Unwarped(canvas, warp_of(rng.uniform(0.5, 2.2), *rng.uniform(-10, SIZE + 10, 2)))
+        unwarped = Unwarped(canvas(k), warp_of(rng.uniform(0.5, 2.2), *rng.uniform(-10, SIZE + 10, 2)))
         place, grid = np.full((ROOM * SIZE, SIZE, 3), 7, np.uint8), np.empty(HEADER + 4 * SIZE, np.int32)
         if unwarped.write(place, grid):
             num_waiting += 1
@@ -87,7 +88,7 @@ def test_another_way_of_warping_is_noticed(monkeypatch):
 def test_whole_pictures_pass():
     img = np.zeros((2, 3, 3), np.uint8)
     assert whole(img) is img
-    unwarped = Unwarped(Canvas(), warp_of(1.3, 30, 30))
+    unwarped = Unwarped(canvas(), warp_of(1.3, 30, 30))
     assert unwarped.shape == (SIZE, SIZE, 3) == whole(unwarped).shape
 
 
@@ -99,7 +100,7 @@ CASES = [(1.02, 32, 32, (), False), (1.5, 30, 20, (0,), False), (1.9, -10, 40, (
 
 def sample(finish, case, seed):
     gain, x, y, axes, is_pasting = case
-    img = finish.warped(Canvas(seed), warp_of(gain, x, y))
+    img = finish.warped(canvas(seed), warp_of(gain, x, y))
     img = finish.recolour(img, Colours(1.01, 0.7, 1.2), now=is_pasting)
     for axis in axes:
         img = finish.flip(img, axis)
@@ -136,7 +137,8 @@ def test_without_room_for_a_grid_the_worker_warps():
 @pytest.mark.parametrize("way", [FIXED, FLOATING])
 def test_a_batch_warped_on_the_gpu(way, monkeypatch):
     """As the host does it, in both ways, whichever of them the OpenCV here has."""
-    monkeypatch.setattr(late_warp, "way_of_warping", lambda width: way)
+    for module in (late_warp, finishing):
+        monkeypatch.setattr(module, "way_of_warping", lambda width: way)
     _, batch = both_ways()
     assert batch.recipes[:, UNWARPED].tolist() == [1, 1, 1, 1, 0, 0, 0]
     found = Unfinished(*(part.cuda() for part in batch)).finished()

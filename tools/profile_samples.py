@@ -3,9 +3,9 @@
     python tools/profile_samples.py                          # 320 px tiny and 640 px p5, drawn pictures
     python tools/profile_samples.py --data folder --samples 400
 
-A step's time is its own: what it calls of the other steps is left out. "later" are samples whose colours and flips
-are left to the GPU (--fast-dataloader --fast-step), "at once" those of every other loader. The share of samples that
-contain a step's work is not 1 for mixup and paste-in, so the columns are averages over all samples.
+A step's time is its own: what it calls of the other steps is left out. "later" are samples whose colours, flips and,
+mostly, warp are left to the GPU (--fast-dataloader --fast-step), "at once" those of every other loader. The share of
+samples that contain a step's work is not 1 for mixup and paste-in, so the columns are averages over all samples.
 """
 
 import argparse

@@ -14,9 +14,8 @@ from pathlib import Path
 from utils.files import PROJECT_ROOT, atomic_write
 
 LOADER = ("utils/datasets.py", "utils/fast_loader.py", "utils/seeding.py")
-SLABS = (*LOADER, "utils/slabs.py", "utils/loader_workers.py", "utils/finishing.py",
-         "utils/finishing_kernel.py", "utils/late_warp.py",
-         "utils/recipe.py", "utils/feed.py")  # fmt: skip
+SLABS = (*LOADER, "utils/slabs.py", "utils/loader_workers.py", "utils/feed.py",
+         "utils/finishing*.py", "utils/recipe.py", "utils/late_warp.py")  # fmt: skip
 # Tools that look at runs; they change nothing of what a run does.
 TOOLS = {"approvals", "board", "charts", "image_grid", "observe", "plots", "tpe", "trials", "utilisation"}
 

@@ -159,7 +159,7 @@ def loader_in_words(asked, opt):
     """What the loader flags chose, for the log."""
     if asked["worker_tensor"]:
         kind = "micro-batches assembled by the workers in shared memory (--worker-tensor)"
-        kind += ", colours and flips on the GPU (--fast-step)" if asked.get("finish_later") else ""
+        kind += ", its last steps on the GPU (--fast-step)" if asked.get("finish_later") else ""
     elif asked["persistent_workers"]:
         kind = "torch's, with workers that stay (--persistent-workers)"
     else:

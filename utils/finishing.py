@@ -17,9 +17,8 @@ import cv2
 import numpy as np
 import torch
 
-from utils import late_warp
 from utils.augment import apply_tables
-from utils.late_warp import ROOM, Unwarped, made_up_warp, warp_with_grid, whole
+from utils.late_warp import ROOM, Unwarped, made_up_warp, warp_with_grid, way_of_warping, whole
 from utils.recipe import MIRRORED, RECIPE, RECOLOURED, TABLES, UNWARPED, UPSIDE_DOWN, recipe_bytes
 
 logger = logging.getLogger(__name__)
@@ -123,8 +122,8 @@ class Unfinished(NamedTuple):
         if self.pixels.is_cuda:
             from utils.finishing_kernel import finish
 
-            way = late_warp.way_of_warping(out.shape[2])
-            finish(self.pixels, self.recipes, conversion_tables(self.pixels.device), way, out)
+            tables = conversion_tables(self.pixels.device)
+            finish(self.pixels, self.recipes, tables, way_of_warping(out.shape[2]), out)
         else:
             for picture, recipe, place in zip(self.pixels.numpy(), self.recipes.numpy(), out.numpy(), strict=True):
                 _finish(picture, recipe, place)
@@ -134,8 +133,7 @@ class Unfinished(NamedTuple):
 def _finish(picture, recipe, place):
     """One picture, on the host."""
     if recipe[UNWARPED]:
-        grid = recipe[RECIPE:].view(np.int32)
-        img = warp_with_grid(picture, grid, late_warp.way_of_warping(picture.shape[1]))
+        img = warp_with_grid(picture, recipe[RECIPE:].view(np.int32), way_of_warping(picture.shape[1]))
     else:
         img = picture[: len(place)].copy()
     if recipe[RECOLOURED]:

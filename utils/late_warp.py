@@ -148,11 +148,11 @@ def made_up_warp(rng, width, rows, gain):
     canvas = rng.integers(0, 256, (3 * rows, 2 * width, 3)).astype(np.uint8)
     shift = rng.uniform(0.3, 0.7) * width - gain * width, rng.uniform(-20, 5)
     matrix = np.array([[gain, 0, shift[0]], [0, gain, shift[1]], [0, 0, 1]])
-    return Unwarped(_Canvas(canvas), Warp(matrix, gain, width, rows, False))
+    return Unwarped(Canvas(canvas), Warp(matrix, gain, width, rows, False))
 
 
-class _Canvas:
-    """A picture in the role of a mosaic."""
+class Canvas:
+    """A picture [h x w x 3] in the role of a mosaic."""
 
     def __init__(self, img):
         self.img, self.shape = img, img.shape
