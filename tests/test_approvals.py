@@ -224,9 +224,17 @@ def test_memory_that_grows():
     setup.comparison = {"memory": [[1 + 0.05 * k for k in range(20)]]}
     with pytest.raises(Failed, match="memory grew by"):
         approval_checks.memory_does_not_grow(setup)
-    setup.comparison = {"memory": [[1.0] * 5]}
-    with pytest.raises(NotMeasured, match="too short"):
+    setup.comparison = {"memory": [[1.0] * 7]}
+    with pytest.raises(NotMeasured, match="over too soon to tell; give more --epochs"):
         approval_checks.memory_does_not_grow(setup)
+
+
+def test_further_options_of_every_run(tmp_path):
+    options = approve.parse(["run", "6", "--args", "--cache-images --workers 3", "--img", "96"])
+    setup = Setup(tmp_path, "data.yaml", more=tuple(options.args.split()))
+    assert setup.arguments(1, "--fast")[-4:] == ["--cache-images", "--workers", "3", "--fast"] and options.img == 96
+    with pytest.raises(ValueError, match="--args: train.py does not understand this: .*--nonsense"):
+        approve.perform(approve.parse(["run", "1", "--args", "--nonsense", "--out", str(tmp_path)]))
 
 
 @pytest.mark.parametrize("at_once", [1, 3])

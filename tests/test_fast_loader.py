@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import threading
 import time
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from tests.loader_cases import BATCH, HYP, OPT, assert_same, copied, make_loader, read, same
-from utils import fast_loader
+from utils import fast_loader, memory
 from utils.datasets import LoadImagesAndLabels, create_dataloader
 from utils.loader_workers import LoaderError
 from utils.seeding import KeyedDataset
@@ -221,12 +222,45 @@ def test_a_slab_waits_for_its_copy_to_the_device(monkeypatch):
     assert ring.take(wait=True) == second and events[1].done and events[1].stream == "stream"
 
 
+class Cudart:
+    """Locks pages when it is allowed to, with `status`, and notes on which device."""
+
+    def __init__(self, status):
+        self.status, self.may, self.registered, self.device = status, threading.Event(), [], None
+
+    def cudaHostRegister(self, address, num_bytes, flags):
+        assert self.may.wait(10)
+        self.registered.append((address, num_bytes, self.device))
+        return self.status
+
+    def cudaHostUnregister(self, address):
+        self.registered = [entry for entry in self.registered if entry[0] != address]
+
+
+@pytest.mark.parametrize("status", [0, 2])
+def test_pages_are_locked_beside_the_workers(status, monkeypatch, caplog):
+    cudart = Cudart(status)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(cudart, "device", device))
+    ring = Ring(2, 16, 2)
+    ring.lock_pages()
+    assert ring.is_locked and not cudart.registered, "a copy of this moment has to be waited for"
+    cudart.may.set()
+    ring.locking.join()
+    assert cudart.registered == [(ring.pixels.ctypes.data, 32, 3)]
+    assert ring.is_locked == (not status) and ("could not be page-locked" in caplog.text) == bool(status)
+    ring.unlock_pages()
+    assert not ring.is_locked and bool(cudart.registered) == bool(status)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("patient", [True, False])
 def test_copies_on_a_busy_gpu_are_those_of_the_reference(patient, folder, monkeypatch):
     if not patient:  # the same without waiting for the copies: this test would see it
         monkeypatch.setattr(Ring, "release", lambda ring, slab, stream=None: ring.free.appendleft(slab))
     loader, _ = make_loader(folder, batch=3, worker_tensor=True)
+    loader.ring.locking.join()
     assert next(iter(loader))[0].is_pinned()
     loader, _ = make_loader(folder, batch=3, worker_tensor=True)
     on_device = []
@@ -259,13 +293,13 @@ def test_no_workers_is_one_warning(folder, caplog):
 
 
 def test_too_little_memory_is_said_before(folder, monkeypatch):
-    monkeypatch.setattr(fast_loader, "available_memory", lambda: 1000)
+    monkeypatch.setattr(memory, "available_memory", lambda: 1000)
     with pytest.raises(ValueError, match="needs 0.0 GB for its batch buffers, and 0.0 GB of memory are free"):
         make_loader(folder, worker_tensor=True)
 
 
 def test_too_little_shared_memory_is_said_before(folder, monkeypatch, caplog):
     monkeypatch.setattr(os.path, "ismount", lambda path: True)
-    monkeypatch.setattr(fast_loader.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    monkeypatch.setattr(memory.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     make_loader(folder, persistent_workers=True)
     assert "of /dev/shm, and 0.0 GB are free" in caplog.text

@@ -1,5 +1,6 @@
-"""--cache-images disk: the same pictures as without, made once, made anew when a picture changes."""
+"""--cache-images: the same pictures as without; on disk made once, and anew when a picture changes."""
 
+import ctypes
 import os
 import shutil
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests import golden_data
-from utils import image_cache
+from utils import image_cache, memory
 from utils.datasets import LoadImagesAndLabels
 from utils.mosaic import load_image
 
@@ -29,25 +30,51 @@ def files(folder):
     return sorted(path for path in folder.rglob("*.pixels.cache"))
 
 
+@pytest.mark.parametrize("cache", ["disk", "ram"])
 @pytest.mark.parametrize("options", [{}, {"augment": True}, {"rect": True}, {"img_size": 96}], ids=str)
-def test_pictures_equal_those_of_the_files(options, folder):
-    cached, plain = open_set(folder, **options), open_set(folder, cache=False, **options)
+def test_pictures_equal_those_of_the_files(options, cache, folder):
+    cached, plain = open_set(folder, cache, **options), open_set(folder, cache=False, **options)
     assert len(cached) == 12
     for i in range(12):
         (img, size, shape), (expected, *sizes) = load_image(cached, i), load_image(plain, i)
         assert np.array_equal(img, expected) and [size, shape] == sizes
         assert not img.flags.writeable
-    (path,) = files(folder)
-    assert path.stat().st_size == sum(img.nbytes for img in cached.imgs)
+    num_bytes = sum(img.nbytes for img in cached.imgs)
+    assert [path.stat().st_size for path in files(folder)] == ([num_bytes] if cache == "disk" else [])
 
 
 def test_training_samples_equal_those_of_the_files(folder):
     samples = []
-    for cache in ("disk", False):
+    for cache in ("disk", "ram", False):
         dataset = open_set(folder, cache, augment=True)
         golden_data.seed_both(5)
         samples.append([dataset[i][:2] for i in range(12)])
-    assert all(a.equal(b) and c.equal(d) for (a, c), (b, d) in zip(*samples, strict=True))
+    for (a, b), (c, d), (image, targets) in zip(*samples, strict=True):
+        assert a.equal(image) and c.equal(image) and b.equal(targets) and d.equal(targets)
+
+
+def test_processes_share_the_memory(folder):
+    img, _, _ = load_image(open_set(folder, "ram"), 0)
+    address = img.__array_interface__["data"][0]
+    child = os.fork()
+    if not child:  # a picture that only this process changed would have become its own
+        ctypes.memset(address, 77, 1)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert img.flat[0] == 77
+
+
+def test_too_little_memory_is_said(folder, monkeypatch):
+    monkeypatch.setattr(memory, "available_memory", lambda: 1000)
+    with pytest.raises(ValueError, match="--cache-images needs 0.0 GB, and 0.0 GB .* free; --cache-images disk"):
+        open_set(folder, "ram")
+
+
+@pytest.mark.parametrize("cache", ["disk", "ram"])
+def test_a_picture_that_changed_its_size_is_named(cache, folder, monkeypatch):
+    monkeypatch.setattr(image_cache, "resized_shape", lambda height, width, size: (size, size))
+    with pytest.raises(ValueError, match=r"\.\w+: the picture changed its size since the labels were scanned"):
+        open_set(folder, cache)
 
 
 def test_made_once(folder, monkeypatch):

@@ -1,5 +1,7 @@
 """Trainings as processes: how they end, what is read from them, nothing left behind; command lines with other words."""
 
+import math
+import os
 import sys
 import threading
 import time
@@ -120,6 +122,22 @@ def test_typical_leaves_out_the_first_epoch():
     assert run.typical("speed/x") == 5
 
 
+def test_when_the_epochs_after_the_first_ran(tmp_path):
+    path, now = tmp_path / "results.csv", time.monotonic()
+    path.write_text("whatever")
+    os.utime(path, (time.time() - 30,) * 2)
+    rows = [{"seconds": 9.0}, {"seconds": 2.0}, {"seconds": 3.0}]
+    assert observe.later_epochs(tmp_path, rows) == pytest.approx((now - 35, now - 30), abs=1)
+    assert observe.later_epochs(tmp_path / "nowhere", rows[:1]) == (0, 0)
+
+
+@pytest.mark.parametrize(("window", "is_inside"), [((0, math.inf), True), ((0, 0), False)])
+def test_memory_is_that_of_the_epochs_after_the_first(window, is_inside, tmp_path, hyp, monkeypatch):
+    monkeypatch.setattr(observe, "later_epochs", lambda folder, rows: window)
+    memory = fake(tmp_path / "one", hyp).memory
+    assert bool(memory) == is_inside and all(0 < entry < 1 for entry in memory)
+
+
 @pytest.mark.parametrize(
     ("base", "overrides", "expected"),
     [
@@ -156,4 +174,4 @@ def test_a_real_training_with_its_speed(tmp_path):
     assert len(run.rows) == 2 and run.last("train/total_loss") > 0
     assert len(run.speed["speed/images_per_second"]) == 2 and run.typical("speed/images_per_second") > 0
     assert observe.resume_arguments(run.folder) == ["--resume", str(run.folder / "weights" / "last.pt")]
-    assert run.usage.seconds > 1
+    assert run.usage.seconds > 1 and len(run.memory) < run.seconds

@@ -47,6 +47,13 @@ def test_usage_of_a_part():
     assert [s.time for s in watched.samples] == [4.0]
 
 
+def test_what_takes_long_is_measured_rarely(monkeypatch):
+    monkeypatch.setattr(utilisation, "proportional_memory", lambda processes: time.sleep(0.05))
+    with Utilisation(interval=0.01, memory=True) as watched:
+        time.sleep(0.6)
+    assert 2 <= len(watched.samples) <= 3
+
+
 def test_main_and_workers_of_another_process():
     """A process that sleeps has a child that computes; the child is the worker, Python's tracker is none."""
     busy = "import time; end = time.time() + 90\nwhile time.time() < end: pass"

@@ -57,6 +57,7 @@ class Setup:
     epochs: int = 6
     all_combinations: bool = False
     at_once: int = 1  # runs of stage 6 that are not timed
+    more: tuple = ()  # further words of every command line
     findings: list = field(default_factory=list)
     measured: dict = field(default_factory=dict)  # {row: {column: number}}
     curves: dict = field(default_factory=dict)  # {label: rows of results.csv}
@@ -81,7 +82,7 @@ class Setup:
         """A command line of train.py (words) with the same data, model and --seed for every run."""
         words = ["--data", self.data, "--cfg", self.cfg, "--hyp", self.hyp, "--weights", "", "--img", self.img,
                  "--batch-size", self.batch, "--workers", self.workers, "--epochs", epochs, "--seed", 0,
-                 "--noautoanchor", "--device", self.device, *flags]  # fmt: skip
+                 "--noautoanchor", "--device", self.device, *self.more, *flags]  # fmt: skip
         if self.subset and small and "--subset-size" in observe.known_flags():
             words += ["--subset-size", self.subset]
         return list(map(str, words))

@@ -13,6 +13,7 @@ report.md (what ran, passed or failed, timings, CPU and GPU use), report.json, r
 import argparse
 import json
 import logging
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -142,6 +143,7 @@ def parse(arguments=None):
     run.add_argument("--epochs", type=int, default=Setup.epochs, help="of the performance run in stage 6")
     run.add_argument("--repeats", type=int, default=Setup.repeats, help="pairs of the performance run in stage 6")
     run.add_argument("--all-combinations", action="store_true", help="stage 6: USE_COMPILE with every combination")
+    run.add_argument("--args", default="", help="further options of train.py for every run, e.g. --cache-images")
     at_once = "stage 6: combinations of flags that train at the same time; their speed is then not told"
     run.add_argument("--at-once", type=int, default=Setup.at_once, choices=range(1, 17), metavar="N", help=at_once)
     approve = commands.add_parser("approve", help="approve a stage that has been run", parents=[places])
@@ -150,7 +152,8 @@ def parse(arguments=None):
     approve.add_argument("--note", default="")
     approve.add_argument("--despite-failures", action="store_true", help="needs a --note that says why")
     defaults = argparse.Namespace(approvals=str(PROJECT_ROOT / "approvals.json"), out="runs/approval")
-    return parser.parse_args(arguments, defaults)
+    words = sys.argv[1:] if arguments is None else arguments
+    return parser.parse_args(observe.bind_values(words, ("--args",)), defaults)
 
 
 def perform(options):
@@ -169,8 +172,9 @@ def perform(options):
     setup = Setup(
         approvals.folder(number), options.data, options.cfg, options.hyp, options.img, options.batch_size,
         options.workers, options.device, options.subset, options.repeats, options.epochs, options.all_combinations,
-        options.at_once,
+        options.at_once, tuple(shlex.split(options.args)),
     )  # fmt: skip
+    observe.check_arguments(setup.arguments(1), "--args")
     passed = run_stage(number, setup, approvals)
     print(f"stage {number}: {approvals.in_words(number)}\nreport: {approvals.folder(number) / 'report.md'}")
     return 0 if passed else 1

@@ -7,14 +7,12 @@ paths, shapes).
 import os
 import random
 from itertools import chain, repeat
-from multiprocessing.pool import ThreadPool
 
 import cv2
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
-from tqdm import tqdm
 
 from utils.augment import (
     augment_hsv,
@@ -27,12 +25,13 @@ from utils.augment import (
 )
 from utils.boxes import xywhn2xyxy, xyxy2xywh
 from utils.dist import rank_zero_first
-from utils.fast_loader import Settings, build_loader, max_pixels, warn_about_shared_memory
+from utils.fast_loader import Settings, build_loader, max_pixels
 from utils.finishing import AtOnce, whole
-from utils.image_cache import use_disk_cache
+from utils.image_cache import use_disk_cache, use_memory_cache
 from utils.inference_sources import LoadImages
 from utils.labels import img2label_paths, scan_dataset
 from utils.loader_workers import end_with_a_lost_batch
+from utils.memory import warn_about_shared_memory
 from utils.mosaic import load_image, load_mosaic, load_mosaic9, load_samples
 from utils.paste_in import pastein, sample_segments
 
@@ -215,7 +214,7 @@ class LoadImagesAndLabels(Dataset):
         if cache_images == "disk":
             use_disk_cache(self, prefix)
         elif cache_images:
-            self._cache_images(prefix)
+            use_memory_cache(self, prefix)
 
     def _sort_by_aspect_ratio(self):
         """Flat pictures first. The order of equal ratios is that of NumPy's default sort, as in stock."""
@@ -236,17 +235,6 @@ class LoadImagesAndLabels(Dataset):
             elif of_batch.min() > 1:
                 unit[1] = 1 / of_batch.min()
         return np.ceil(units * self.img_size / self.stride + pad).astype(int) * self.stride
-
-    def _cache_images(self, prefix):
-        """Read all pictures, at the training size, into memory."""
-        num_bytes = 0
-        with ThreadPool(8) as pool, tqdm(total=self.n, desc=f"{prefix}Caching images") as progress:
-            for i, (img, shape0, shape) in enumerate(pool.imap(lambda i: load_image(self, i), range(self.n))):
-                img.flags.writeable = False
-                self.imgs[i], self.img_hw0[i], self.img_hw[i] = img, shape0, shape
-                num_bytes += img.nbytes
-                progress.set_postfix_str(f"{num_bytes / 1e9:.1f} GB", refresh=False)
-                progress.update()
 
     def __len__(self):
         return self.n

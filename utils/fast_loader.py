@@ -1,12 +1,9 @@
 """Which loader the flags --persistent-workers, --worker-tensor, --prefetch-factor, --seed and --max-iter make."""
 
 import logging
-import os
-import shutil
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, repeat
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,15 +12,14 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, get_worker_info
 from utils.files import printable
 from utils.finishing import agrees_with_table, gpu_agrees
 from utils.late_warp import ROOM, way_of_warping
-from utils.loader_workers import LoaderError, about, can_fork, end_with_a_lost_batch, in_words, shared_array
+from utils.loader_workers import LoaderError, about, can_fork, end_with_a_lost_batch, in_words
+from utils.memory import check_memory, shared_array, warn_about_shared_memory
 from utils.recipe import RECIPE, recipe_bytes
 from utils.seeding import EpochOrder, KeyedDataset, SeededQuad, WithKeys
 from utils.short_epochs import ShortEpochs
 from utils.slabs import SlabLoader, choose_micro_batch, ring_length
 
 logger = logging.getLogger(__name__)
-
-SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -137,7 +133,11 @@ def build_loader(dataset, batch_size, workers, settings, *, rank=-1, world_size=
         batch_bytes *= ROOM if recipe > RECIPE else 1
         micro_batch = min(settings.micro_batch_size or choose_micro_batch(batch_size, workers), batch_size)
         prefetch = settings.prefetch_factor or 2
-        check_memory(ring_length(workers, prefetch, micro_batch, batch_size) * batch_bytes)
+        check_memory(
+            ring_length(workers, prefetch, micro_batch, batch_size) * batch_bytes,
+            "--worker-tensor needs {} for its batch buffers", "choose a smaller --batch-size or --prefetch-factor, or "
+            "fewer --workers",
+        )  # fmt: skip
         generator = torch.get_rng_state()
         loader = SlabLoader(
             source, batches, batch_size, batch_bytes, workers,
@@ -201,41 +201,3 @@ def max_pixels(dataset):
     if dataset.rect:
         return int(dataset.batch_shapes.prod(1).max())
     return dataset.img_size**2
-
-
-def check_memory(num_bytes):
-    """Raise ValueError when the batch buffers do not fit into the memory that is free."""
-    available = available_memory()
-    if available is not None and num_bytes > available:
-        raise ValueError(
-            f"--worker-tensor needs {num_bytes / 1e9:.1f} GB for its batch buffers, and {available / 1e9:.1f} GB of "
-            "memory are free; choose a smaller --batch-size or --prefetch-factor, or fewer --workers"
-        )
-
-
-def available_memory():
-    """Bytes that can be had without swapping, of the machine or of this container; None where that is unknown."""
-    found = []
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-        limit, used = (Path("/sys/fs/cgroup", name).read_text() for name in ("memory.max", "memory.current"))
-        cached = next(line for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
-                      if line.startswith("inactive_file "))  # fmt: skip
-        found.append(int(limit) - int(used) + int(cached.split()[1]))
-    except (OSError, ValueError, StopIteration):  # no Linux, or no limit
-        pass
-    return min(found, default=None)
-
-
-def warn_about_shared_memory(num_bytes):
-    """Say so when torch's workers may need more of /dev/shm than is free; --worker-tensor needs none."""
-    if not num_bytes or not os.path.ismount(SHARED_MEMORY):
-        return
-    free = shutil.disk_usage(SHARED_MEMORY).free
-    if num_bytes > free:
-        logger.warning(
-            "the loader may need %.1f GB of %s, and %.1f GB are free: a worker may be killed by a bus error; use "
-            "--worker-tensor, which needs none, fewer --workers, or start the container with a larger --shm-size",
-            num_bytes / 1e9, SHARED_MEMORY, free / 1e9,
-        )  # fmt: skip

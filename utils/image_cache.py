@@ -1,8 +1,9 @@
-"""--cache-images disk: all pictures of a split, at the training size, in one file that is mapped into memory.
+"""--cache-images: all pictures of a split, at the training size, one after the other in one piece of memory.
 
-The file holds the pixels one picture after the other; where each lies follows from the sizes that the scan of the
-labels found. A small file beside it carries the signature of the pictures. Workers and ranks share the pages that they
-read, and the system drops pages when memory gets short.
+Where each picture lies follows from the sizes that the scan of the labels found. With `ram` the memory is shared with
+the workers: a process that starts one need not copy the tables of a million pages, which an array for each picture
+would cost. With `disk` it is a file, mapped, with a small one beside it that carries the signature of the pictures;
+ranks share the pages that they read, too, and the system drops pages when memory gets short.
 """
 
 import hashlib
@@ -16,6 +17,7 @@ from tqdm import tqdm
 
 from utils.files import atomic_write, printable, remove_leftovers, replacement
 from utils.label_cache import cache_location, signature
+from utils.memory import check_memory, shared_array
 from utils.mosaic import load_image, resized_shape
 
 logger = logging.getLogger(__name__)
@@ -24,14 +26,24 @@ FORMAT_VERSION = 1  # raise it whenever the pixels of the same picture change
 RESERVE = 100e6  # bytes that stay free on the disk
 
 
+def use_memory_cache(dataset, prefix=""):
+    """Read all pictures into memory, `dataset.imgs`. Raises ValueError when there is too little of it."""
+    sizes, shapes, ends = _layout(dataset)
+    num_bytes = int(ends[-1])
+    check_memory(num_bytes, "--cache-images needs {}",
+                 "--cache-images disk needs none; a smaller --img-size or none of both needs less")  # fmt: skip
+    pixels = shared_array((num_bytes,), np.uint8)
+    _fill(dataset, _views(pixels, shapes, ends), f"{prefix}Caching images ({num_bytes / 1e9:.1f} GB)")
+    pixels.flags.writeable = False
+    dataset.imgs, dataset.img_hw0, dataset.img_hw = _views(pixels, shapes, ends), sizes, shapes
+
+
 def use_disk_cache(dataset, prefix=""):
     """Let `dataset.imgs` be read from the file, which is made first unless it fits the present pictures.
 
     Raises ValueError when the disk has no room or cannot be written to.
     """
-    sizes = [(int(height), int(width)) for width, height in dataset.shapes.tolist()]
-    shapes = [resized_shape(height, width, dataset.img_size) for height, width in sizes]
-    ends = np.cumsum([3 * height * width for height, width in shapes])
+    sizes, shapes, ends = _layout(dataset)
     kind = f"version {FORMAT_VERSION}, {dataset.img_size} px, augment {dataset.augment}"
     expected = {"kind": kind, "signature": signature(dataset.img_files, ()), "bytes": int(ends[-1])}
     path = _location(dataset, kind)
@@ -41,8 +53,14 @@ def use_disk_cache(dataset, prefix=""):
             json.dump(expected, file)
     pixels = np.memmap(path, np.uint8, mode="r")
     logger.info("%spictures are read from %s (%.1f GB)", prefix, printable(path), ends[-1] / 1e9)
-    dataset.imgs = _views(pixels, shapes, ends)
-    dataset.img_hw0, dataset.img_hw = sizes, shapes
+    dataset.imgs, dataset.img_hw0, dataset.img_hw = _views(pixels, shapes, ends), sizes, shapes
+
+
+def _layout(dataset):
+    """(height, width) of each picture in its file, the same at the training size, and where the bytes of each end."""
+    sizes = [(int(height), int(width)) for width, height in dataset.shapes.tolist()]
+    shapes = [resized_shape(height, width, dataset.img_size) for height, width in sizes]
+    return sizes, shapes, np.cumsum([3 * height * width for height, width in shapes])
 
 
 def _location(dataset, kind):
@@ -79,22 +97,25 @@ def _make(dataset, path, shapes, ends, prefix):
     try:
         with replacement(path) as unfinished:
             pixels = np.memmap(unfinished, np.uint8, mode="w+", shape=(int(ends[-1]),))
-            _fill(dataset, _views(pixels, shapes, ends), prefix)
+            _fill(dataset, _views(pixels, shapes, ends), f"{prefix}Caching images on disk")
             pixels.flush()
     except OSError as error:
         raise ValueError(f"--cache-images disk: {printable(path.parent)} cannot be written to ({error})") from error
 
 
-def _fill(dataset, views, prefix):
+def _fill(dataset, views, title):
+    def read(i):
+        img, _, _ = load_image(dataset, i)
+        if img.shape != views[i].shape:
+            raise ValueError(
+                f"{printable(dataset.img_files[i])}: the picture changed its size since the labels were scanned; "
+                "start again, so that it is scanned anew"
+            )
+        views[i][:] = img
+
     with ThreadPool(8) as pool:
-        pictures = pool.imap(lambda i: load_image(dataset, i), range(dataset.n))
-        for i, (img, _, _) in enumerate(tqdm(pictures, f"{prefix}Caching images on disk", dataset.n)):
-            if img.shape != views[i].shape:
-                raise ValueError(
-                    f"{printable(dataset.img_files[i])}: the picture changed its size since the labels were "
-                    "scanned; start again, so that it is scanned anew"
-                )
-            views[i][:] = img
+        for _ in tqdm(pool.imap(read, range(dataset.n)), title, dataset.n):
+            pass
 
 
 def _check_room(folder, num_bytes):

@@ -4,7 +4,6 @@ Whatever happens to a worker ends in one LoaderError that names the sample it wa
 """
 
 import logging
-import mmap
 import os
 import pickle
 import random
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 
 from utils.files import printable
+from utils.memory import shared_array
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +35,6 @@ class LoaderError(ValueError):
 
 def can_fork():
     return "fork" in get_all_start_methods()
-
-
-def shared_array(shape, dtype):
-    """Zeros in memory that processes forked later share. It has no name and no file: nothing of it can be left."""
-    num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    return np.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), dtype, count=int(np.prod(shape))).reshape(shape)
 
 
 class Workers:

@@ -37,7 +37,7 @@ class Run:
     `status` is completed, stopped (by the caller, who said why in `message`) or failed (`message`: its last words).
     `rows` are the rows of results.csv, one {column: number} an epoch; `speed` {tag: [value of each epoch]} comes from
     the event file; `seconds` is the time of the process with its start, `usage` what it used all in all; `memory` are
-    samples of the GB that its processes took.
+    samples of the GB that its processes took in the epochs after the first.
     """
 
     folder: Path
@@ -100,13 +100,14 @@ def run_training(arguments, folder, on_epoch=None, timeout=None, environment=Non
             start_new_session=True,
         )  # fmt: skip
         try:
-            with Utilisation(process.pid, interval=2.0, memory=True) as watched:
+            with Utilisation(process.pid, interval=1.0, memory=True) as watched:
                 reason = wait_for_end(process, folder, on_epoch, timeout and started + timeout, stop)
         finally:
             end_group(process)
     run = Run(folder, "completed", seconds=time.monotonic() - started, usage=watched.usage())
-    run.memory = [sample.memory for sample in watched.samples if sample.memory]
     run.rows, run.speed = read_rows(folder), read_speed(folder)
+    start, end = later_epochs(folder, run.rows)
+    run.memory = [sample.memory for sample in watched.samples if sample.memory and start < sample.time < end]
     if reason == TIMED_OUT:
         run.status, run.message = "failed", f"no end after {timeout:.0f} s: the run was stopped"
     elif reason:
@@ -198,6 +199,15 @@ def read_speed(folder):
     tags = [tag for tag in events.Tags()["scalars"] if tag.startswith(("speed/", "readback/"))]
     series = {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in tags}
     return {tag: [values[step] for step in sorted(values)] for tag, values in series.items()}
+
+
+def later_epochs(folder, rows):
+    """When the second epoch began and the last one ended, by time.monotonic(), of a run that ended just now."""
+    if len(rows) < 2:
+        return 0.0, 0.0
+    age = time.time() - (Path(folder) / "results.csv").stat().st_mtime  # its last row is written with the last epoch
+    end = time.monotonic() - age
+    return end - sum(row.get("seconds", 0.0) for row in rows[1:]), end
 
 
 def read_log(folder):

@@ -5,13 +5,14 @@ first sample, the order of an epoch from (seed, epoch). So the batches are the s
 without the faster loaders, and after a restart; several ranks share the batches of one.
 """
 
-import mmap
 import random
 from contextlib import contextmanager
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
+
+from utils.memory import shared_array
 
 # What a stream is for; the first part of what it is derived from after the seed.
 SAMPLE, GROUP, ORDER, EPOCH = range(4)
@@ -122,7 +123,7 @@ class KeyedDataset(Dataset):
 
     def share_indices(self):
         """Let workers that stay see what is written to `dataset.indices` later; call it before they start."""
-        self.shared_indices = np.frombuffer(mmap.mmap(-1, 8 * len(self.dataset)), np.int64)
+        self.shared_indices = shared_array((len(self.dataset),), np.int64)
 
     def publish_indices(self):
         """Pass `dataset.indices` on to the workers; none of them may be working."""

@@ -17,12 +17,14 @@ import os
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import chain, repeat
+from threading import Thread
 
 import numpy as np
 import torch
 
 from utils.finishing import Later, Unfinished
-from utils.loader_workers import LoaderError, Workers, shared_array
+from utils.loader_workers import LoaderError, Workers
+from utils.memory import shared_array
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +37,20 @@ class Ring:
         self.pixels = shared_array((count, num_bytes + batch_size * recipe_bytes), np.uint8)
         self.keys = shared_array((count, batch_size, 2), np.int64)
         self.free, self.leaving = deque(range(count)), deque()
-        self.count, self.is_locked = count, False
+        self.count, self.is_locked, self.locking = count, False, None
 
     def lock_pages(self):
-        """Page-lock the slabs, so that copies to the GPU run by themselves. A refusal only costs speed."""
+        """Page-lock the slabs, so that copies to the GPU run by themselves. A refusal only costs speed.
+
+        A thread does it, while the workers make the first batches; until then the copies wait for themselves.
+        """
+        self.is_locked = True  # from here on a copy may be on its way when its slab is released
+        device = torch.cuda.current_device()  # a thread begins with the first one, where it would make a context
+        self.locking = Thread(target=self._lock_pages, args=(device,), name="page-locking", daemon=True)
+        self.locking.start()
+
+    def _lock_pages(self, device):
+        torch.cuda.set_device(device)
         status = torch.cuda.cudart().cudaHostRegister(self.pixels.ctypes.data, self.pixels.nbytes, 1)
         self.is_locked = int(status) == 0
         if not self.is_locked:
@@ -47,6 +59,8 @@ class Ring:
 
     def unlock_pages(self):
         """Undo `lock_pages`; the memory must not go before."""
+        if self.locking:
+            self.locking.join()
         if self.is_locked:
             self.is_locked = False
             torch.cuda.cudart().cudaHostUnregister(self.pixels.ctypes.data)

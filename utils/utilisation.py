@@ -4,8 +4,9 @@
         ...
     print(watched.usage().gpu)
 
-A thread takes a sample every `interval` seconds. CPU times are the kernel's running totals, so a usage is exact between
-two samples, however rare they are; GPU values are means of what NVML reports, memory is the highest sample.
+A thread takes a sample every `interval` seconds, or more rarely where that would be a twentieth of its time. CPU times
+are the kernel's running totals, so a usage is exact between two samples, however rare they are; GPU values are means of
+what NVML reports, memory is the highest sample.
 """
 
 import logging
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 # Helpers of Python and PyTorch that belong to a run but prepare no batches.
 NO_WORKERS = ("resource_tracker", "forkserver", "compile_worker")
+RAREST = 20  # times as long as a sample takes is the pause after it at least: memory of many GB is slow to count
 IDLE_BELOW = 0.01  # share of a core; loader workers of the validation set only wait while the run trains
 
 
@@ -102,8 +104,11 @@ class Utilisation:
         return summarise([s for s in list(self.samples) if (start or 0) <= s.time <= (end or float("inf"))])
 
     def _watch(self):
-        while not self._stop.wait(self.interval):
+        pause = self.interval
+        while not self._stop.wait(pause):
+            started = time.monotonic()
             self.sample()
+            pause = max(self.interval, RAREST * (time.monotonic() - started))
 
     def _find_workers(self):
         """{pid: psutil.Process}. To search takes most of the time of a sample, so it waits for a change of children."""
