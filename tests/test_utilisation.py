@@ -5,10 +5,12 @@ import sys
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 
 from utils import utilisation
+from utils.memory import shared_array
 from utils.utilisation import Sample, Usage, Utilisation, summarise
 
 
@@ -47,11 +49,22 @@ def test_usage_of_a_part():
     assert [s.time for s in watched.samples] == [4.0]
 
 
-def test_what_takes_long_is_measured_rarely(monkeypatch):
-    monkeypatch.setattr(utilisation, "proportional_memory", lambda processes: time.sleep(0.05))
+def test_memory_that_takes_long_to_measure_is_measured_rarely(monkeypatch):
+    monkeypatch.setattr(utilisation, "proportional_memory", lambda processes: time.sleep(0.05) or 1.0)
     with Utilisation(interval=0.01, memory=True) as watched:
         time.sleep(0.6)
-    assert 2 <= len(watched.samples) <= 3
+    assert [sample.memory for sample in watched.samples[:2]] == [1.0, None]
+    assert sum(sample.memory is not None for sample in watched.samples) <= 2
+    assert all(0 < sample.anonymous < 100 for sample in watched.samples) and watched.usage().memory == 1.0
+
+
+def test_anonymous_memory():
+    process, before = psutil.Process(), utilisation.anonymous_memory([psutil.Process()])
+    shared, own = shared_array((10**8,), np.uint8), np.empty(10**8, np.uint8)
+    shared[:] = 1
+    assert utilisation.anonymous_memory([process]) == pytest.approx(before, abs=0.02)
+    own[:] = 1
+    assert utilisation.anonymous_memory([process, process]) == pytest.approx(2 * before + 0.2, abs=0.04)
 
 
 def test_main_and_workers_of_another_process():

@@ -37,7 +37,7 @@ class Run:
     `status` is completed, stopped (by the caller, who said why in `message`) or failed (`message`: its last words).
     `rows` are the rows of results.csv, one {column: number} an epoch; `speed` {tag: [value of each epoch]} comes from
     the event file; `seconds` is the time of the process with its start, `usage` what it used all in all; `memory` are
-    samples of the GB that its processes took in the epochs after the first.
+    samples of the GB that its processes had for themselves in the epochs after the first.
     """
 
     folder: Path
@@ -107,7 +107,7 @@ def run_training(arguments, folder, on_epoch=None, timeout=None, environment=Non
     run = Run(folder, "completed", seconds=time.monotonic() - started, usage=watched.usage())
     run.rows, run.speed = read_rows(folder), read_speed(folder)
     start, end = later_epochs(folder, run.rows)
-    run.memory = [sample.memory for sample in watched.samples if sample.memory and start < sample.time < end]
+    run.memory = [sample.anonymous for sample in watched.samples if start < sample.time < end]
     if reason == TIMED_OUT:
         run.status, run.message = "failed", f"no end after {timeout:.0f} s: the run was stopped"
     elif reason:

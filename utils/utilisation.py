@@ -4,15 +4,15 @@
         ...
     print(watched.usage().gpu)
 
-A thread takes a sample every `interval` seconds, or more rarely where that would be a twentieth of its time. CPU times
-are the kernel's running totals, so a usage is exact between two samples, however rare they are; GPU values are means of
-what NVML reports, memory is the highest sample.
+A thread takes a sample every `interval` seconds. CPU times are the kernel's running totals, so a usage is exact between
+two samples, however rare they are; GPU values are means of what NVML reports, memory is the highest sample.
 """
 
 import logging
 import os
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 # Helpers of Python and PyTorch that belong to a run but prepare no batches.
 NO_WORKERS = ("resource_tracker", "forkserver", "compile_worker")
-RAREST = 20  # times as long as a sample takes is the pause after it at least: memory of many GB is slow to count
+REST = 20  # times as long as the memory took to measure it is not measured again
 IDLE_BELOW = 0.01  # share of a core; loader workers of the validation set only wait while the run trains
 
 
@@ -47,7 +47,10 @@ class Usage:
 
 @dataclass(frozen=True)
 class Sample:
-    """A moment: CPU seconds used so far by the main process and by each child {pid: seconds}; the rest as in Usage."""
+    """A moment: CPU seconds used so far by the main process and by each child {pid: seconds}; the rest as in Usage.
+
+    `anonymous`: GB that are no part of a file or of shared memory, those which a child has from its parent included.
+    """
 
     time: float
     main: float | None
@@ -55,12 +58,14 @@ class Sample:
     gpu: float | None
     gpu_memory: float | None
     memory: float | None
+    anonymous: float | None = None
 
 
 class Utilisation:
     """Watches the process `pid` (this one by default), its children, and the first GPU that this process can see.
 
-    `interval` in seconds. `memory` asks for the memory of all processes as well: some milliseconds a sample.
+    `interval` in seconds. `memory` asks for the memory of all processes as well. Counting shared pages once means to
+    read tables of pages, a second for many GB, which holds up the processes; so most samples have no `memory`.
     """
 
     def __init__(self, pid=None, interval=0.5, memory=False):
@@ -69,6 +74,7 @@ class Utilisation:
         self.gpu = open_gpu()
         self.samples = []
         self._found = None, {}  # children as the kernel told, their psutil.Process by pid, None for helpers
+        self._rest_until = 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="utilisation", daemon=True)
 
@@ -91,9 +97,9 @@ class Utilisation:
         """Note this moment. Call it at the borders of a stretch that `usage` is to be exact about."""
         gpu, gpu_memory = self.gpu() if self.gpu else (None, None)
         workers = self._find_workers()
-        memory = proportional_memory([self.main, *workers.values()]) if self.memory else None
+        memory, anonymous = self._memory_of([self.main, *workers.values()]) if self.memory else (None, None)
         times = {pid: seconds for pid, process in workers.items() if (seconds := cpu_seconds(process)) is not None}
-        self.samples.append(Sample(time.monotonic(), cpu_seconds(self.main), times, gpu, gpu_memory, memory))
+        self.samples.append(Sample(time.monotonic(), cpu_seconds(self.main), times, gpu, gpu_memory, memory, anonymous))
 
     def forget(self):
         """Drop all samples but the last, so that a long run does not collect them."""
@@ -103,12 +109,16 @@ class Utilisation:
         """The Usage between two times of time.monotonic(); by default of all samples."""
         return summarise([s for s in list(self.samples) if (start or 0) <= s.time <= (end or float("inf"))])
 
+    def _memory_of(self, processes):
+        memory, started = None, time.monotonic()
+        if started >= self._rest_until:
+            memory = proportional_memory(processes)
+            self._rest_until = time.monotonic() + REST * (time.monotonic() - started)
+        return memory, anonymous_memory(processes)
+
     def _watch(self):
-        pause = self.interval
-        while not self._stop.wait(pause):
-            started = time.monotonic()
+        while not self._stop.wait(self.interval):
             self.sample()
-            pause = max(self.interval, RAREST * (time.monotonic() - started))
 
     def _find_workers(self):
         """{pid: psutil.Process}. To search takes most of the time of a sample, so it waits for a change of children."""
@@ -175,6 +185,16 @@ def proportional_memory(processes):
             total += getattr(info, "pss", info.uss)
         except (psutil.Error, OSError):
             continue
+    return total / 1e9
+
+
+def anonymous_memory(processes):
+    """GB that processes hold without files and shared memory (Linux; elsewhere all); the kernel counts it anyway."""
+    total = 0
+    for process in processes:
+        with suppress(psutil.Error):
+            info = process.memory_info()
+            total += info.rss - getattr(info, "shared", 0)
     return total / 1e9
 
 
