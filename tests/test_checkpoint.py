@@ -2,6 +2,7 @@
 
 import os
 import pickletools
+import shutil
 import zipfile
 from copy import deepcopy
 from importlib import import_module
@@ -266,12 +267,14 @@ def test_crash_while_saving_leaves_the_old_file(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["last.pt"]
 
 
-def names_after(checkpoints, epoch, is_best, monkeypatch):
-    names = []
-    monkeypatch.setattr(reader, "save", lambda content, path: names.append((content, path.name)))
+def names_after(checkpoints, epoch, is_best):
+    """Of the files that an epoch writes; all have its content."""
+    for path in checkpoints.folder.iterdir():
+        path.unlink()
     checkpoints.after_epoch(lambda: {"epoch": epoch}, epoch, is_best)
-    assert all(content == {"epoch": epoch} for content, _ in names)
-    return {name for _, name in names}
+    files = list(checkpoints.folder.iterdir())
+    assert all(torch.load(path) == {"epoch": epoch} for path in files)
+    return {path.name for path in files}
 
 
 @pytest.mark.parametrize(
@@ -290,29 +293,44 @@ def names_after(checkpoints, epoch, is_best, monkeypatch):
         (299, True, {"last.pt", "best.pt", "best_299.pt", "epoch_299.pt"}),
     ],
 )
-def test_file_names(epoch, is_best, expected, tmp_path, monkeypatch):
+def test_file_names(epoch, is_best, expected, tmp_path):
     checkpoints = Checkpoints(tmp_path / "weights", epochs=300)
-    assert names_after(checkpoints, epoch, is_best, monkeypatch) == expected
+    assert names_after(checkpoints, epoch, is_best) == expected
 
 
-def test_nosave_writes_only_after_the_last_epoch(tmp_path, monkeypatch):
+def test_nosave_writes_only_after_the_last_epoch(tmp_path):
     checkpoints = Checkpoints(tmp_path, epochs=3, save_every_epoch=False)
     checkpoints.after_epoch(lambda: pytest.fail("built for nothing"), 0, True)
     checkpoints.after_epoch(lambda: pytest.fail("built for nothing"), 1, True)
-    assert names_after(checkpoints, 2, True, monkeypatch) == {"last.pt", "best.pt", "epoch_002.pt"}
+    assert names_after(checkpoints, 2, True) == {"last.pt", "best.pt", "epoch_002.pt"}
 
 
-def test_every_nth_epoch_is_kept(tmp_path, monkeypatch):
+def test_every_nth_epoch_is_kept(tmp_path):
     checkpoints = Checkpoints(tmp_path, epochs=300, period=4)
-    kept = [e for e in range(1, 24) if f"epoch_{e:03d}.pt" in names_after(checkpoints, e, False, monkeypatch)]
+    kept = [e for e in range(1, 24) if f"epoch_{e:03d}.pt" in names_after(checkpoints, e, False)]
     assert kept == [3, 7, 11, 15, 19, 23]
 
 
 def test_last_is_written_last(tmp_path, monkeypatch):
-    names = []
-    monkeypatch.setattr(reader, "save", lambda content, path: names.append(path.name))
+    names, replace = [], os.replace
+    monkeypatch.setattr(os, "replace", lambda new, old: names.append(Path(old).name) or replace(new, old))
     Checkpoints(tmp_path, epochs=3).after_epoch(dict, 0, True)
     assert names[-1] == "last.pt" and len(names) == 3
+
+
+def test_a_copy_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path, epochs=300)
+    checkpoints.after_epoch(lambda: {"epoch": 30}, 30, False)
+
+    def full(source, target):
+        Path(target).write_bytes(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with pytest.raises(OSError, match="No space left on device.*last.pt"):
+        checkpoints.after_epoch(lambda: {"epoch": 31}, 31, True)
+    assert torch.load(tmp_path / "last.pt") == {"epoch": 30} and torch.load(tmp_path / "best.pt") == {"epoch": 31}
+    assert sorted(os.listdir(tmp_path)) == ["best.pt", "last.pt"]
 
 
 def test_initial_model(tmp_path):

@@ -370,8 +370,11 @@ class Checkpoints:
 
     def write(self, content, paths):
         """Write `content` to each of `paths`, in this order."""
-        for path in paths:
-            save(content, path)
+        first, *others = paths
+        save(content, first)
+        for path in others:  # to pack it again would take several times as long
+            with replacement(path) as unfinished:
+                shutil.copyfile(first, unfinished)
 
     def written(self):
         """last.pt and best.pt, those that exist."""

@@ -144,7 +144,7 @@ def summarise(samples):
     main = [sample.main for sample in samples if sample.main is not None]
     shares = [used / seconds for used in worker_seconds(samples).values()]
     busy = [share for share in shares if share > IDLE_BELOW]
-    gpu = [sample.gpu for sample in samples if sample.gpu is not None]
+    gpu = [sample.gpu for sample in samples[1:] if sample.gpu is not None]  # each tells about the time before it
     return Usage(
         seconds=seconds,
         main_cpu=(main[-1] - main[0]) / seconds if len(main) > 1 else None,
