@@ -27,7 +27,7 @@ def test_usage_by_hand():
         ]
     )
     # 1 ended after one more second of work, 2 did one, 3 nothing, 4 began in between and did three: 5 / 3 workers / 4 s
-    assert usage == Usage(4.0, 0.25, pytest.approx(5 / 12), 3, pytest.approx(0.8), 3.0, 4.0)
+    assert usage == Usage(4.0, 0.25, pytest.approx(5 / 12), 3, pytest.approx(0.95), 3.0, 4.0)
 
 
 @pytest.mark.parametrize("samples", [[], [sample(1.0)]])
