@@ -91,6 +91,13 @@ def test_group_of_one(group):
     assert not torch.distributed.is_initialized()
 
 
+def test_nccl_is_told_its_gpu(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *words, **names: calls.append((words, names)))
+    dist.start_processes(Ranks(1, 1, 2), torch.device("cuda", 1))
+    assert calls == [(("nccl",), {"init_method": "env://", "device_id": torch.device("cuda", 1)})]
+
+
 def test_nothing_happens_in_a_single_process():
     dist.start_processes(Ranks(), CPU)
     assert not torch.distributed.is_initialized()

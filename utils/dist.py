@@ -3,6 +3,7 @@
 import logging
 import os
 import random
+import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -52,7 +53,8 @@ def read_ranks(local_rank=-1):
 def start_processes(ranks, device):
     """Join the process group of this run: NCCL between GPUs, gloo on the CPU. Nothing to do for a single process."""
     if ranks.is_distributed and not dist.is_initialized():
-        dist.init_process_group(backend="nccl" if device.type == "cuda" else "gloo", init_method="env://")
+        backend, which = ("nccl", {"device_id": device}) if device.type == "cuda" else ("gloo", {})
+        dist.init_process_group(backend, init_method="env://", **which)  # NCCL would guess its GPU, and say so
 
 
 def stop_processes():
@@ -135,6 +137,8 @@ def data_parallel(model, device, ranks, devices="", sync_bn=False):
     if ranks.is_distributed:
         if sync_bn and on_gpu:
             model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).to(device)
+        # in channels-last order a weight of one cell has two equal orders; that its gradient has the other costs nothing
+        warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
         return torch.nn.parallel.DistributedDataParallel(model, device_ids=[device] if on_gpu else None)
     if on_gpu and "," in str(devices):
         logger.warning("several GPUs in one process are slow: start with torchrun --nproc_per_node N train.py ...")
