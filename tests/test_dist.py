@@ -85,7 +85,8 @@ def test_group_of_one(group):
     with rank_zero_first(0):
         pass
     model = nn.Linear(2, 2)
-    wrapped = dist.data_parallel(model, CPU, group, sync_bn=True)
+    assert dist.data_parallel(model, CPU, group, "0,1", sync_bn=True) is model, "it has nobody to share gradients with"
+    wrapped = dist.data_parallel(model, CPU, Ranks(0, 0, 2), sync_bn=True)
     assert wrapped is not model and unwrap(wrapped) is model
     dist.stop_processes()
     assert not torch.distributed.is_initialized()
@@ -96,6 +97,11 @@ def test_nccl_is_told_its_gpu(monkeypatch):
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *words, **names: calls.append((words, names)))
     dist.start_processes(Ranks(1, 1, 2), torch.device("cuda", 1))
     assert calls == [(("nccl",), {"init_method": "env://", "device_id": torch.device("cuda", 1)})]
+
+
+def test_one_process_of_a_launcher_uses_one_gpu(caplog):
+    model, gpu = nn.Linear(2, 2), torch.device("cuda", 0)
+    assert dist.data_parallel(model, gpu, Ranks(0, 0, 1), "0,1", sync_bn=True) is model and not caplog.text
 
 
 def test_nothing_happens_in_a_single_process():

@@ -132,15 +132,18 @@ def init_seeds(seed=0):
 
 
 def data_parallel(model, device, ranks, devices="", sync_bn=False):
-    """The model as training calls it: wrapped for one process a GPU (with a launcher), or for the list `devices`."""
+    """The model as training calls it: wrapped for one of several processes, or for the list `devices` of GPUs.
+
+    A launcher's only process needs no wrapper: it has nobody to share gradients with.
+    """
     on_gpu = device.type == "cuda"
-    if ranks.is_distributed:
+    if ranks.world_size > 1:
         if sync_bn and on_gpu:
             model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).to(device)
-        # in channels-last order a weight of one cell has two equal orders; that its gradient has the other costs nothing
+        # In channels-last order a weight of one cell has two orders that are the same; its gradient may have the other.
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
         return torch.nn.parallel.DistributedDataParallel(model, device_ids=[device] if on_gpu else None)
-    if on_gpu and "," in str(devices):
+    if on_gpu and not ranks.is_distributed and "," in str(devices):
         logger.warning("several GPUs in one process are slow: start with torchrun --nproc_per_node N train.py ...")
         return torch.nn.DataParallel(model)
     return model
