@@ -1,5 +1,7 @@
 """The step that does not wait, against the reference: losses, weights, statistics, averages, momentum, checkpoints."""
 
+import sys
+
 import pytest
 import torch
 
@@ -45,6 +47,17 @@ def test_losses_come_in_blocks():
     steps.begin_epoch()
     assert [len(steps.step(i, 0, batch)) for i, batch in enumerate(batches(7))] == [0, 0, 3, 0, 0, 3, 0]
     assert len(steps.late_items()) == 1
+
+
+@pytest.mark.parametrize(("before", "after"), [(5e-3, 1e-4), (2e-5, 2e-5)])
+def test_other_threads_give_way_soon(before, after):
+    usual = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(before)
+        FastSteps(new_training())
+        assert sys.getswitchinterval() == pytest.approx(after)
+    finally:
+        sys.setswitchinterval(usual)
 
 
 def test_bf16_on_a_cpu():

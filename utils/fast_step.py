@@ -6,6 +6,7 @@ in channels-last order, SGD and the moving average handle all tensors at once wi
 """
 
 import logging
+import sys
 
 import torch
 
@@ -15,6 +16,10 @@ from utils.prefetch import as_float, to_device
 from utils.readback import ReadBack
 
 logger = logging.getLogger(__name__)
+
+# Seconds that a thread may keep the interpreter while another waits for it. With Python's 5 ms the thread that writes a
+# checkpoint or draws a picture holds up the one that feeds the device, for tens of milliseconds in a step.
+SWITCH_INTERVAL = 1e-4
 
 
 class FastSteps:
@@ -29,6 +34,7 @@ class FastSteps:
 
     def __init__(self, training, interval=INTERVAL, twin=None):
         self.training, self.twin = training, twin
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
         for model in (training.model, training.ema.ema):
             unwrap(model).to(memory_format=torch.channels_last)
         self.device = next(training.model.parameters()).device
