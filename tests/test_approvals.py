@@ -224,17 +224,28 @@ def test_memory_that_grows():
     setup.comparison = {"memory": [[1 + 0.05 * k for k in range(20)]]}
     with pytest.raises(Failed, match="memory grew by"):
         approval_checks.memory_does_not_grow(setup)
-    setup.comparison = {"memory": [[1.0] * 7]}
+    setup.comparison = {"memory": [[1.0] * 7, [0.0] * 20]}
     with pytest.raises(NotMeasured, match="over too soon to tell; give more --epochs"):
         approval_checks.memory_does_not_grow(setup)
 
 
 def test_further_options_of_every_run(tmp_path):
-    options = approve.parse(["run", "6", "--args", "--cache-images --workers 3", "--img", "96"])
-    setup = Setup(tmp_path, "data.yaml", more=tuple(options.args.split()))
-    assert setup.arguments(1, "--fast")[-4:] == ["--cache-images", "--workers", "3", "--fast"] and options.img == 96
+    options = approve.parse(["run", "6", "--args", "--cache-images --adam", "--img", "96"])
+    setup = Setup(tmp_path, "data.yaml", more=approve.further_words(options.args))
+    assert setup.arguments(1, "--fast")[-3:] == ["--cache-images", "--adam", "--fast"] and options.img == 96
     with pytest.raises(ValueError, match="--args: train.py does not understand this: .*--nonsense"):
         approve.perform(approve.parse(["run", "1", "--args", "--nonsense", "--out", str(tmp_path)]))
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [("--help", "does not understand"), ("--resume", "--resume is what the stages"), ('"x', "No closing quotation"),
+     ("--epochs 9", "--epochs is what"), ("--batch 3", "--batch-size is what"), ("--evolve 2", "--evolve is what")],
+)  # fmt: skip
+def test_options_that_are_not_for_the_runs(text, fault, capsys):
+    with pytest.raises(ValueError, match=f"--args.*{fault}"):
+        approve.further_words(text)
+    assert not capsys.readouterr().out
 
 
 @pytest.mark.parametrize("at_once", [1, 3])

@@ -230,11 +230,25 @@ class Cudart:
 
     def cudaHostRegister(self, address, num_bytes, flags):
         assert self.may.wait(10)
+        if isinstance(self.status, Exception):
+            raise self.status
         self.registered.append((address, num_bytes, self.device))
         return self.status
 
     def cudaHostUnregister(self, address):
         self.registered = [entry for entry in self.registered if entry[0] != address]
+
+
+def test_pages_that_cannot_be_locked_only_cost_speed(monkeypatch, caplog):
+    cudart = Cudart(RuntimeError("no driver"))
+    cudart.may.set()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    ring = Ring(2, 16, 2)
+    ring.lock_pages()
+    ring.unlock_pages()
+    assert not ring.is_locked and "could not be page-locked (no driver)" in caplog.text
 
 
 @pytest.mark.parametrize("status", [0, 2])
@@ -294,7 +308,7 @@ def test_no_workers_is_one_warning(folder, caplog):
 
 def test_too_little_memory_is_said_before(folder, monkeypatch):
     monkeypatch.setattr(memory, "available_memory", lambda: 1000)
-    with pytest.raises(ValueError, match="needs 0.0 GB for its batch buffers, and 0.0 GB of memory are free"):
+    with pytest.raises(ValueError, match="needs .* MB for its batch buffers, and 0.0 MB of memory are free"):
         make_loader(folder, worker_tensor=True)
 
 

@@ -66,8 +66,32 @@ def test_processes_share_the_memory(folder):
 
 def test_too_little_memory_is_said(folder, monkeypatch):
     monkeypatch.setattr(memory, "available_memory", lambda: 1000)
-    with pytest.raises(ValueError, match="--cache-images needs 0.0 GB, and 0.0 GB .* free; --cache-images disk"):
+    with pytest.raises(ValueError, match="--cache-images needs 0.1 MB, and 0.0 MB .* free; --cache-images disk"):
         open_set(folder, "ram")
+
+
+def test_too_little_memory_for_a_later_size_is_said(folder, monkeypatch):
+    dataset = open_set(folder, "ram")
+    needed = 3 * sum(128 * w * 128 * h // max(w, h) ** 2 for w, h in dataset.shapes) - dataset.memory_cache.nbytes
+    monkeypatch.setattr(memory, "available_memory", lambda: needed + 5000)
+    image_cache.check_memory_for(dataset, 128)
+    monkeypatch.setattr(memory, "available_memory", lambda: needed - 5000)
+    with pytest.raises(ValueError, match="--cache-images needs .* MB more when the images have 128 px"):
+        image_cache.check_memory_for(dataset, 128)
+
+
+def test_memory_can_be_given_back_while_another_process_maps_it(folder):
+    dataset = open_set(folder, "ram")
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:  # it would hold the pages until it ends
+        os.read(reader, 1)
+        os._exit(int(dataset.memory_cache.any()))
+    assert dataset.memory_cache.any()
+    image_cache.give_back_memory(dataset)
+    os.write(writer, b"x")
+    assert os.waitpid(child, 0)[1] == 0 and not dataset.memory_cache.any()
+    image_cache.give_back_memory(open_set(folder, False))
 
 
 @pytest.mark.parametrize("cache", ["disk", "ram"])

@@ -1,6 +1,7 @@
 import io
 import os
 import struct
+import zlib
 
 import cv2
 import numpy as np
@@ -76,6 +77,32 @@ def test_exif_behind_the_pixels_of_a_png_counts(tmp_path):
     end = len(data) - 12
     (tmp_path / "a.png").write_bytes(data[:position] + data[position + length : end] + chunk + data[end:])
     assert images.image_size(tmp_path / "a.png") == images.read_image(tmp_path / "a.png").shape[1::-1] == (24, 32)
+
+
+def exif_block(order, kind, packed):
+    """EXIF with nothing but an orientation, whose value of the type `kind` is `packed` in four bytes."""
+    start = {"<": b"II*\0", ">": b"MM\0*"}[order]
+    return start + struct.pack(f"{order}IHHHI", 8, 1, 274, kind, 1) + packed.ljust(4, b"\0") + bytes(4)
+
+
+@pytest.mark.parametrize("order", "<>")
+@pytest.mark.parametrize(("kind", "form"), [(1, "B"), (3, "H"), (4, "I")])
+def test_orientation_of_any_type_counts_as_for_opencv(tmp_path, order, kind, form):
+    Image.fromarray(PICTURE).save(tmp_path / "a.jpg")
+    data, block = (tmp_path / "a.jpg").read_bytes(), exif_block(order, kind, struct.pack(order + form, 6))
+    (tmp_path / "a.jpg").write_bytes(
+        data[:2] + b"\xff\xe1" + struct.pack(">H", len(block) + 8) + b"Exif\0\0" + block + data[2:]
+    )
+    assert images.image_size(tmp_path / "a.jpg") == images.read_image(tmp_path / "a.jpg").shape[1::-1]
+
+
+@pytest.mark.parametrize(("prefix", "size"), [(b"", (24, 32)), (b"Exif\0\0", (32, 24))])
+def test_exif_of_a_png_that_libpng_refuses_does_not_count(tmp_path, prefix, size):
+    Image.fromarray(PICTURE).save(tmp_path / "a.png")
+    data, chunk = (tmp_path / "a.png").read_bytes(), b"eXIf" + prefix + exif_block("<", 3, b"\6")
+    chunk = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    (tmp_path / "a.png").write_bytes(data[:33] + chunk + data[33:])  # behind the header
+    assert images.image_size(tmp_path / "a.png") == images.read_image(tmp_path / "a.png").shape[1::-1] == size
 
 
 @pytest.mark.parametrize(

@@ -127,13 +127,14 @@ def test_when_the_epochs_after_the_first_ran(tmp_path):
     path.write_text("whatever")
     os.utime(path, (time.time() - 30,) * 2)
     rows = [{"seconds": 9.0}, {"seconds": 2.0}, {"seconds": 3.0}]
-    assert observe.later_epochs(tmp_path, rows) == pytest.approx((now - 35, now - 30), abs=1)
-    assert observe.later_epochs(tmp_path / "nowhere", rows[:1]) == (0, 0)
+    assert observe.later_epochs(tmp_path, rows, now - 50) == pytest.approx((now - 35, now - 30), abs=1)
+    assert observe.later_epochs(tmp_path, rows, now - 33) == pytest.approx((now - 33, now - 30), abs=1)
+    assert observe.later_epochs(tmp_path, rows[:1], now) == (0, 0) == observe.later_epochs(tmp_path / "x", rows, now)
 
 
 @pytest.mark.parametrize(("window", "is_inside"), [((0, math.inf), True), ((0, 0), False)])
 def test_memory_is_that_of_the_epochs_after_the_first(window, is_inside, tmp_path, hyp, monkeypatch):
-    monkeypatch.setattr(observe, "later_epochs", lambda folder, rows: window)
+    monkeypatch.setattr(observe, "later_epochs", lambda folder, rows, started: window)
     memory = fake(tmp_path / "one", hyp).memory
     assert bool(memory) == is_inside and all(0 <= entry < 1 for entry in memory)
 

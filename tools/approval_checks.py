@@ -241,7 +241,7 @@ def memory_does_not_grow(setup: Setup):
     """In the epochs after the first of the fast run: their last quarter against the one before."""
     growth = []
     for samples in compared(setup, "memory"):
-        if (quarter := len(samples) // 4) >= 2:
+        if (quarter := len(samples) // 4) >= 2 and any(samples):
             before, end = samples[-2 * quarter : -quarter], samples[-quarter:]
             growth.append(sum(end) / sum(before) - 1)
     if not growth:

@@ -25,7 +25,11 @@ from utils import observe
 from utils.approvals import STAGES, Approvals, fingerprint
 from utils.charts import PALETTE, new_figure, save_figure, set_title, whole_numbers
 from utils.files import PROJECT_ROOT, atomic_write
+from utils.options import explicit_options, train_parser
 
+# Options of train.py that make the runs what they are.
+GIVEN = {"data", "cfg", "hyp", "weights", "img_size", "batch_size", "workers", "epochs", "seed", "device",
+         "subset_size", "project", "name", "exist_ok", "resume", "evolve"}  # fmt: skip
 COLOURS = {"passed": PALETTE[2], "failed": PALETTE[4], "not measured": PALETTE[7], NOT_MADE: PALETTE[7]}
 
 
@@ -156,6 +160,19 @@ def parse(arguments=None):
     return parser.parse_args(observe.bind_values(words, ("--args",)), defaults)
 
 
+def further_words(text):
+    """The words of --args. Raises ValueError for what train.py does not know, and for what the stages give it."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"--args {text!r}: {error}") from error
+    observe.check_arguments(words, "--args")
+    for name in explicit_options(train_parser(), words):
+        if name in GIVEN:
+            raise ValueError(f"--args: --{name.replace('_', '-')} is what the stages give their runs themselves")
+    return tuple(words)
+
+
 def perform(options):
     """Do what the command line asks; returns the exit status."""
     out = Path(options.out)
@@ -172,9 +189,8 @@ def perform(options):
     setup = Setup(
         approvals.folder(number), options.data, options.cfg, options.hyp, options.img, options.batch_size,
         options.workers, options.device, options.subset, options.repeats, options.epochs, options.all_combinations,
-        options.at_once, tuple(shlex.split(options.args)),
+        options.at_once, further_words(options.args),
     )  # fmt: skip
-    observe.check_arguments(setup.arguments(1), "--args")
     passed = run_stage(number, setup, approvals)
     print(f"stage {number}: {approvals.in_words(number)}\nreport: {approvals.folder(number) / 'report.md'}")
     return 0 if passed else 1

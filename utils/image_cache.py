@@ -10,32 +10,46 @@ import hashlib
 import json
 import logging
 import shutil
-from multiprocessing.pool import ThreadPool
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from tqdm import tqdm
 
 from utils.files import atomic_write, printable, remove_leftovers, replacement
 from utils.label_cache import cache_location, signature
-from utils.memory import check_memory, shared_array
+from utils.memory import check_memory, give_back, in_words, shared_array
 from utils.mosaic import load_image, resized_shape
 
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1  # raise it whenever the pixels of the same picture change
+PORTION = 16  # pictures that a thread reads at a time
 RESERVE = 100e6  # bytes that stay free on the disk
+ADVICE = "--cache-images disk needs none; a smaller --img-size, or no --cache-images, needs less"
 
 
 def use_memory_cache(dataset, prefix=""):
     """Read all pictures into memory, `dataset.imgs`. Raises ValueError when there is too little of it."""
-    sizes, shapes, ends = _layout(dataset)
+    sizes, shapes, ends = _layout(dataset, dataset.img_size)
     num_bytes = int(ends[-1])
-    check_memory(num_bytes, "--cache-images needs {}",
-                 "--cache-images disk needs none; a smaller --img-size or none of both needs less")  # fmt: skip
+    check_memory(num_bytes, "--cache-images needs {}", ADVICE)
     pixels = shared_array((num_bytes,), np.uint8)
-    _fill(dataset, _views(pixels, shapes, ends), f"{prefix}Caching images ({num_bytes / 1e9:.1f} GB)")
+    _fill(dataset, _views(pixels, shapes, ends), f"{prefix}Caching images ({in_words(num_bytes)})")
+    dataset.memory_cache = pixels
     pixels.flags.writeable = False
     dataset.imgs, dataset.img_hw0, dataset.img_hw = _views(pixels, shapes, ends), sizes, shapes
+
+
+def check_memory_for(dataset, img_size):
+    """Raise ValueError when a later memory cache, of another `img_size`, will not fit in place of the present one."""
+    now, then = (int(_layout(dataset, size)[2][-1]) for size in (dataset.img_size, img_size))
+    check_memory(then - now, f"--cache-images needs {{}} more when the images have {img_size} px", ADVICE)
+
+
+def give_back_memory(dataset):
+    """Free the memory cache, if there is one, of a data set that is not used any more."""
+    if dataset.memory_cache is not None:
+        give_back(dataset.memory_cache)
 
 
 def use_disk_cache(dataset, prefix=""):
@@ -43,7 +57,7 @@ def use_disk_cache(dataset, prefix=""):
 
     Raises ValueError when the disk has no room or cannot be written to.
     """
-    sizes, shapes, ends = _layout(dataset)
+    sizes, shapes, ends = _layout(dataset, dataset.img_size)
     kind = f"version {FORMAT_VERSION}, {dataset.img_size} px, augment {dataset.augment}"
     expected = {"kind": kind, "signature": signature(dataset.img_files, ()), "bytes": int(ends[-1])}
     path = _location(dataset, kind)
@@ -56,10 +70,10 @@ def use_disk_cache(dataset, prefix=""):
     dataset.imgs, dataset.img_hw0, dataset.img_hw = _views(pixels, shapes, ends), sizes, shapes
 
 
-def _layout(dataset):
-    """(height, width) of each picture in its file, the same at the training size, and where the bytes of each end."""
+def _layout(dataset, img_size):
+    """(height, width) of each picture in its file, the same at `img_size` pixels, and where the bytes of each end."""
     sizes = [(int(height), int(width)) for width, height in dataset.shapes.tolist()]
-    shapes = [resized_shape(height, width, dataset.img_size) for height, width in sizes]
+    shapes = [resized_shape(height, width, img_size) for height, width in sizes]
     return sizes, shapes, np.cumsum([3 * height * width for height, width in shapes])
 
 
@@ -104,18 +118,25 @@ def _make(dataset, path, shapes, ends, prefix):
 
 
 def _fill(dataset, views, title):
-    def read(i):
-        img, _, _ = load_image(dataset, i)
-        if img.shape != views[i].shape:
-            raise ValueError(
-                f"{printable(dataset.img_files[i])}: the picture changed its size since the labels were scanned; "
-                "start again, so that it is scanned anew"
-            )
-        views[i][:] = img
+    def read(numbers):
+        for i in numbers:
+            img, _, _ = load_image(dataset, i)
+            if img.shape != views[i].shape:
+                raise ValueError(
+                    f"{printable(dataset.img_files[i])}: the picture changed its size since the labels were scanned; "
+                    "start again, so that it is scanned anew"
+                )
+            views[i][:] = img
+        return len(numbers)
 
-    with ThreadPool(8) as pool:
-        for _ in tqdm(pool.imap(read, range(dataset.n)), title, dataset.n):
-            pass
+    portions = (range(i, min(i + PORTION, dataset.n)) for i in range(0, dataset.n, PORTION))
+    with ThreadPoolExecutor(8) as pool, tqdm(desc=title, total=dataset.n) as progress:
+        try:
+            for count in pool.map(read, portions):
+                progress.update(count)
+        except BaseException:  # nobody needs the others any more
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def _check_room(folder, num_bytes):

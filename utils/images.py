@@ -181,16 +181,23 @@ def _upright(width, height, orientation):
 
 
 def _orientation(image, file):
-    """EXIF orientation of an opened picture, 1 when there is none. XMP is ignored, as OpenCV does."""
-    data = _png_exif(file) if image.format == "PNG" else image.info.get("exif")
-    if not data:
-        return 1
-    exif = Image.Exif()
+    """EXIF orientation of an opened picture, 1 when there is none. XMP is ignored, as OpenCV does.
+
+    Whatever type the entry claims to have, OpenCV takes the first two bytes of its value.
+    """
+    data = (_png_exif(file) if image.format == "PNG" else image.info.get("exif")) or b""
+    data = data.removeprefix(b"Exif\0\0")
+    order = {b"II": "<", b"MM": ">"}.get(data[:2], "<")
     try:
-        exif.load(data)
-        return exif.get(ORIENTATION, 1)
-    except Exception:  # a broken EXIF block is no reason to refuse the picture; OpenCV ignores it, too
-        return 1
+        (first,) = struct.unpack_from(f"{order}I", data, 4)
+        (count,) = struct.unpack_from(f"{order}H", data, first)
+        for entry in range(first + 2, first + 2 + 12 * count, 12):
+            tag, value = struct.unpack_from(f"{order}H6xH", data, entry)
+            if tag == ORIENTATION:
+                return value
+    except struct.error:  # a broken EXIF block is no reason to refuse the picture; OpenCV ignores it, too
+        pass
+    return 1
 
 
 def _png_exif(file):
@@ -199,7 +206,10 @@ def _png_exif(file):
     while len(head := file.read(8)) == 8:
         length, kind = struct.unpack(">I4s", head)
         if kind == b"eXIf":
-            return file.read(length)
+            data = file.read(length)
+            if data.startswith((b"II*\0", b"MM\0*")):  # libpng passes over any other
+                return data
+            length = 0
         file.seek(length + 4, os.SEEK_CUR)
     return None
 

@@ -19,7 +19,7 @@ from utils.polygons import Polygons
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 2  # raise it whenever the content of the archive or the rules of the scan change
+FORMAT_VERSION = 3  # raise it whenever the content of the archive or the rules of the scan change
 ABSENT = (-1, -1, -1)
 
 

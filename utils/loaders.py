@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from utils import fastpaths, random_state, resize_schedule, subset
 from utils.datasets import LoadImagesAndLabels, create_dataloader
+from utils.image_cache import check_memory_for, give_back_memory
 from utils.labels import check_has_boxes, check_labels
 from utils.options import round_up
 from utils.resize_schedule import Sizes
@@ -37,7 +38,9 @@ class Loaders:
         """
         size = self.sizes.at(epoch)
         if size != self.image_size:
-            self.train = self.dataset = None
+            before, self.train, self.dataset = self.dataset, None, None
+            give_back_memory(before)  # which the workers of the validation map as well
+            del before
             with random_state.kept():  # as in a run that is resumed here
                 self.train, self.dataset = self.open_training(size, epoch)
             self.image_size = size
@@ -54,6 +57,8 @@ def open_loaders(opt, hyp, data, stride, ranks, first_epoch, device=None):
     image_size, test_size = sizes.at(first_epoch), round_up(opt.img_size[1], stride)
     open_training = partial(open_train_loader, opt, hyp, data, stride, ranks, device)
     train_loader, dataset = open_training(image_size, first_epoch)
+    if dataset.memory_cache is not None:
+        check_memory_for(dataset, max(stage.size for stage in sizes.stages))  # not only when its time has come
     val_loader = open_val_loader(opt, hyp, data, stride, ranks, test_size, first_epoch) if ranks.is_main else None
     return Loaders(train_loader, dataset, image_size, val_loader, sizes, open_training)
 

@@ -4,6 +4,7 @@ import logging
 import mmap
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +20,23 @@ def shared_array(shape, dtype):
     return np.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), dtype, count=int(np.prod(shape))).reshape(shape)
 
 
+def give_back(array):
+    """Take the pages of a `shared_array` away, which other processes may map for long; whoever reads it sees zeros."""
+    while not isinstance(array, mmap.mmap):
+        array = array.obj if isinstance(array, memoryview) else array.base
+    with suppress(AttributeError, OSError):  # not Linux
+        array.madvise(mmap.MADV_REMOVE)
+
+
 def check_memory(num_bytes, what, advice):
     """Raise ValueError when `num_bytes` are more than is free; `what` says who needs {}, `advice` what to do."""
     available = available_memory()
     if available is not None and num_bytes > available:
-        raise ValueError(
-            f"{what.format(f'{num_bytes / 1e9:.1f} GB')}, and {available / 1e9:.1f} GB of memory are free; {advice}"
-        )
+        raise ValueError(f"{what.format(in_words(num_bytes))}, and {in_words(available)} of memory are free; {advice}")
+
+
+def in_words(num_bytes):
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def available_memory():

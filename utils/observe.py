@@ -106,7 +106,7 @@ def run_training(arguments, folder, on_epoch=None, timeout=None, environment=Non
             end_group(process)
     run = Run(folder, "completed", seconds=time.monotonic() - started, usage=watched.usage())
     run.rows, run.speed = read_rows(folder), read_speed(folder)
-    start, end = later_epochs(folder, run.rows)
+    start, end = later_epochs(folder, run.rows, started)
     run.memory = [sample.anonymous for sample in watched.samples if start < sample.time < end]
     if reason == TIMED_OUT:
         run.status, run.message = "failed", f"no end after {timeout:.0f} s: the run was stopped"
@@ -201,13 +201,16 @@ def read_speed(folder):
     return {tag: [values[step] for step in sorted(values)] for tag, values in series.items()}
 
 
-def later_epochs(folder, rows):
-    """When the second epoch began and the last one ended, by time.monotonic(), of a run that ended just now."""
-    if len(rows) < 2:
+def later_epochs(folder, rows, started):
+    """When the second epoch began and the last one ended, by time.monotonic(), of a process that ended just now.
+
+    It began at `started`; of a run that it continued, only its own time counts.
+    """
+    path = Path(folder) / "results.csv"
+    if len(rows) < 2 or not path.is_file():
         return 0.0, 0.0
-    age = time.time() - (Path(folder) / "results.csv").stat().st_mtime  # its last row is written with the last epoch
-    end = time.monotonic() - age
-    return end - sum(row.get("seconds", 0.0) for row in rows[1:]), end
+    end = time.monotonic() - (time.time() - path.stat().st_mtime)  # the last row is written with the last epoch
+    return max(end - sum(row.get("seconds", 0.0) for row in rows[1:]), started), end
 
 
 def read_log(folder):
@@ -302,10 +305,10 @@ def check_arguments(arguments, where):
     """Raise ValueError when train.py would not understand the command line that came from `where`."""
     parser = train_parser()
     parser.exit_on_error = False
-    parser.error = _raise
+    parser.error, parser.print_help = _raise, lambda: None
     try:
         parser.parse_args(list(arguments))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{where}: train.py does not understand this: {error}") from error
 
 

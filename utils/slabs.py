@@ -24,7 +24,7 @@ import torch
 
 from utils.finishing import Later, Unfinished
 from utils.loader_workers import LoaderError, Workers
-from utils.memory import shared_array
+from utils.memory import in_words, shared_array
 
 logger = logging.getLogger(__name__)
 
@@ -46,16 +46,20 @@ class Ring:
         """
         self.is_locked = True  # from here on a copy may be on its way when its slab is released
         device = torch.cuda.current_device()  # a thread begins with the first one, where it would make a context
-        self.locking = Thread(target=self._lock_pages, args=(device,), name="page-locking", daemon=True)
-        self.locking.start()
+        locking = Thread(target=self._lock_pages, args=(device,), name="page-locking")
+        locking.start()
+        self.locking = locking
 
     def _lock_pages(self, device):
-        torch.cuda.set_device(device)
-        status = torch.cuda.cudart().cudaHostRegister(self.pixels.ctypes.data, self.pixels.nbytes, 1)
-        self.is_locked = int(status) == 0
+        try:
+            torch.cuda.set_device(device)
+            status = torch.cuda.cudart().cudaHostRegister(self.pixels.ctypes.data, self.pixels.nbytes, 1)
+        except RuntimeError as error:
+            status = error
+        self.is_locked = not isinstance(status, RuntimeError) and int(status) == 0
         if not self.is_locked:
-            logger.warning("%.1f GB of batch buffers could not be page-locked (%s): copies to the GPU will be slower",
-                           self.pixels.nbytes / 1e9, status)  # fmt: skip
+            logger.warning("%s of batch buffers could not be page-locked (%s): copies to the GPU will be slower",
+                           in_words(self.pixels.nbytes), status)  # fmt: skip
 
     def unlock_pages(self):
         """Undo `lock_pages`; the memory must not go before."""
