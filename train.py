@@ -147,6 +147,7 @@ def finish_epoch(epoch, rates, opt, training, progress, validate, report, checkp
         progress.results, progress.maps, heads = validate(is_last)
         progress.tested_epoch = epoch
         report.heads_done(heads)
+    checkpoints.wait()  # or a kill could lose more than this epoch
     report.epoch_done(progress.results, rates, progress.maps if is_tested else None)
     score_now = float(fitness(np.array(progress.results)))
     is_best = is_tested and score_now >= progress.best_fitness

@@ -1,6 +1,7 @@
 """Checkpoints by a thread: the same files, from a snapshot, in order, and no silent failure."""
 
 import threading
+import time
 from copy import deepcopy
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from tests.test_training import new_training, run
 from utils import checkpoint, fastpaths
 from utils.checkpoint import Checkpoints, read_checkpoint
 from utils.checkpoint_thread import BackgroundCheckpoints, snapshot
+from utils.report import RunReport
 
 
 @pytest.fixture
@@ -89,6 +91,21 @@ def test_order_is_kept_and_one_snapshot_at_most(tmp_path, held):
     save_next.join(20)
     checkpoints.wait()
     assert made == [30, 31] and torch.load(tmp_path / "last.pt")["epoch"] == 31
+
+
+def test_an_epoch_counts_only_when_the_one_before_is_saved(tmp_path, monkeypatch):
+    """So that a kill loses one epoch at most, also where an epoch takes less time than its checkpoint."""
+    seen, save_now, epoch_done = [], checkpoint.save, RunReport.epoch_done
+
+    def note_what_is_saved(report, *args):
+        last = tmp_path / "runs/run/weights/last.pt"
+        seen.append(read_checkpoint(last).epoch if last.exists() else -1)
+        return epoch_done(report, *args)
+
+    monkeypatch.setattr(checkpoint, "save", lambda content, path: time.sleep(0.5) or save_now(content, path))
+    monkeypatch.setattr(RunReport, "epoch_done", note_what_is_saved)
+    assert small_run.program("train", small_run.arguments(tmp_path, "--epochs", "4", "--notest", "--fast-step")) == 0
+    assert seen == [-1, 0, 1, 2]
 
 
 def save(checkpoints, epoch, made):

@@ -376,6 +376,9 @@ class Checkpoints:
             with replacement(path) as unfinished:
                 shutil.copyfile(first, unfinished)
 
+    def wait(self):
+        """Return when the files of the epochs before are written; here they always are."""
+
     def written(self):
         """last.pt and best.pt, those that exist."""
         return [path for path in (self.last, self.best) if path.exists()]
@@ -402,6 +405,9 @@ class NoCheckpoints:
         pass
 
     def after_epoch(self, make_content, epoch, is_best):
+        pass
+
+    def wait(self):
         pass
 
     def written(self):
