@@ -85,15 +85,25 @@ def exif_block(order, kind, packed):
     return start + struct.pack(f"{order}IHHHI", 8, 1, 274, kind, 1) + packed.ljust(4, b"\0") + bytes(4)
 
 
+def jpeg_with(block, folder):
+    """A file in `folder` with the EXIF data `block`."""
+    file = folder / "a.jpg"
+    Image.fromarray(PICTURE).save(file)
+    data, length = file.read_bytes(), struct.pack(">H", len(block) + 8)
+    file.write_bytes(data[:2] + b"\xff\xe1" + length + b"Exif\0\0" + block + data[2:])
+    return file
+
+
 @pytest.mark.parametrize("order", "<>")
 @pytest.mark.parametrize(("kind", "form"), [(1, "B"), (3, "H"), (4, "I")])
 def test_orientation_of_any_type_counts_as_for_opencv(tmp_path, order, kind, form):
-    Image.fromarray(PICTURE).save(tmp_path / "a.jpg")
-    data, block = (tmp_path / "a.jpg").read_bytes(), exif_block(order, kind, struct.pack(order + form, 6))
-    (tmp_path / "a.jpg").write_bytes(
-        data[:2] + b"\xff\xe1" + struct.pack(">H", len(block) + 8) + b"Exif\0\0" + block + data[2:]
-    )
-    assert images.image_size(tmp_path / "a.jpg") == images.read_image(tmp_path / "a.jpg").shape[1::-1]
+    file = jpeg_with(exif_block(order, kind, struct.pack(order + form, 6)), tmp_path)
+    assert images.image_size(file) == images.read_image(file).shape[1::-1]
+
+
+def test_exif_that_begins_in_another_way_does_not_count(tmp_path):
+    file = jpeg_with(b"II+\0" + exif_block("<", 3, b"\6")[4:], tmp_path)
+    assert images.image_size(file) == images.read_image(file).shape[1::-1] == (32, 24)
 
 
 @pytest.mark.parametrize(("prefix", "size"), [(b"", (24, 32)), (b"Exif\0\0", (32, 24))])

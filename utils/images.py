@@ -31,7 +31,7 @@ READABLE_FORMATS = ("BMP", "JPEG", "PNG", "TIFF", "WEBP", "MPO")  # by content, 
 MIN_SIDE = 10  # pixels
 JPEG_TAIL = 4096  # bytes at the end in which a healthy JPEG has its end marker
 JPEG_END = b"\xff\xd9"
-TIFF_MAGIC = (b"II*\0", b"MM\0*")
+TIFF_MAGIC = {b"II*\0": "<", b"MM\0*": ">"}  # how TIFF files and EXIF data begin, and the order of their bytes
 ORIENTATION = ExifTags.Base.Orientation
 SIDES_SWAPPED = (5, 6, 7, 8)  # EXIF orientations that turn the picture by a quarter
 
@@ -187,7 +187,9 @@ def _orientation(image, file):
     """
     data = (_png_exif(file) if image.format == "PNG" else image.info.get("exif")) or b""
     data = data.removeprefix(b"Exif\0\0")
-    order = {b"II": "<", b"MM": ">"}.get(data[:2], "<")
+    order = TIFF_MAGIC.get(data[:4])
+    if order is None:
+        return 1
     try:
         (first,) = struct.unpack_from(f"{order}I", data, 4)
         (count,) = struct.unpack_from(f"{order}H", data, first)
@@ -207,7 +209,7 @@ def _png_exif(file):
         length, kind = struct.unpack(">I4s", head)
         if kind == b"eXIf":
             data = file.read(length)
-            if data.startswith((b"II*\0", b"MM\0*")):  # libpng passes over any other
+            if data[:4] in TIFF_MAGIC:  # libpng passes over any other
                 return data
             length = 0
         file.seek(length + 4, os.SEEK_CUR)
