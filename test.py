@@ -14,20 +14,22 @@ import torch
 from tqdm import tqdm
 
 from models.experimental import attempt_load
-from utils import cli, coco, plots
-from utils.boxes import scale_coords, xywh2xyxy
-from utils.data_yaml import load_data_yaml
+from utils.config.data_yaml import load_data_yaml
+from utils.config.options import check_test_options, round_up, test_parser
+from utils.data.scan import check_labels
 from utils.datasets import create_dataloader
-from utils.detections import TextFiles
-from utils.dist import select_device
-from utils.files import atomic_write, check_can_be_made, check_file, increment_path
-from utils.head_scores import heads_of, score_heads
-from utils.image_grid import plot_images
-from utils.labels import check_labels
-from utils.loss_heads import in_float32
-from utils.metrics import ConfusionMatrix, DetectionScores
-from utils.nms import non_max_suppression
-from utils.options import check_test_options, round_up, test_parser
+from utils.loss.multi_head import in_float32
+from utils.metrics import coco
+from utils.metrics.detection import ConfusionMatrix, DetectionScores
+from utils.metrics.multi_head import heads_of, score_heads
+from utils.metrics.text_files import TextFiles
+from utils.ops.boxes import scale_coords, xywh2xyxy
+from utils.ops.nms import non_max_suppression
+from utils.plots import run
+from utils.plots.images import plot_images
+from utils.run import entry
+from utils.system.distributed import select_device
+from utils.system.files import atomic_write, check_can_be_made, check_file, increment_path
 
 logger = logging.getLogger("test")
 
@@ -87,8 +89,8 @@ def evaluate(model, loader, nc, names, *, conf_thres=0.001, iou_thres=0.6, singl
     if summary.problem:
         logger.warning("Validation: %s", summary.problem)
     if picture_dir:
-        plots.plot_curves(summary.curves, picture_dir, names)
-        plots.plot_confusion_matrix(confusion.matrix, names, picture_dir)
+        run.plot_curves(summary.curves, picture_dir, names)
+        run.plot_confusion_matrix(confusion.matrix, names, picture_dir)
     times = clock.per_image(scores.num_images)
     losses = (losses / max(len(loader), 1)).tolist()
     results = (summary.precision, summary.recall, summary.map50, summary.map, *losses)
@@ -132,9 +134,9 @@ def to_native(detections, network_shape, image_shape, ratio_pad):
 def draw_batch(images, targets, detections, paths, names, stem):
     """<stem>_labels.jpg and <stem>_pred.jpg, drawn in the background."""
     pixels = (images * 255).byte().cpu()
-    found = plots.output_to_targets(detections, *reversed(images.shape[2:]))
-    plots.in_background(plot_images, pixels, targets.cpu(), paths, f"{stem}_labels.jpg", names)
-    plots.in_background(plot_images, pixels, found, paths, f"{stem}_pred.jpg", names)
+    found = run.output_to_targets(detections, *reversed(images.shape[2:]))
+    run.in_background(plot_images, pixels, targets.cpu(), paths, f"{stem}_labels.jpg", names)
+    run.in_background(plot_images, pixels, found, paths, f"{stem}_pred.jpg", names)
 
 
 def log_scores(scores, names, per_class, heads=()):
@@ -269,7 +271,7 @@ def main(opt):
     else:
         wants_json = opt.save_json or data.is_coco
         score(opt, opt.weights, data, image_size=opt.img_size, save_json=wants_json, **thresholds)
-    plots.wait_for_background()
+    run.wait_for_background()
     logger.info("Results saved to %s", opt.save_dir)
 
 
@@ -287,10 +289,10 @@ def study(opt, data, thresholds):
             path = path.with_stem(f"{path.stem}_{len(files) + 1}")
         np.savetxt(path, rows, fmt="%10.4g")
         files.append(path)
-    plots.plot_study(files, Path(opt.save_dir) / "study.png")
+    run.plot_study(files, Path(opt.save_dir) / "study.png")
 
 
 if __name__ == "__main__":
     parser = test_parser()
     opt = parser.parse_args()
-    cli.run(main, opt)
+    entry.run(main, opt)

@@ -14,52 +14,57 @@ from torch.optim.lr_scheduler import LambdaLR
 from models.experimental import rebuild
 from models.yolo import Model
 from test import evaluate, log_scores, score_checkpoint
-from utils import auto_batch, cli, dist, fastpaths, full_state, head_config, optim, random_state, stopping, subset
-from utils.autoanchor import check_anchors
-from utils.checkpoint import NoCheckpoints, check_finite, read_checkpoint, take_body, transfer
-from utils.compile_report import explain
-from utils.data_yaml import load_data_yaml
-from utils.ema import ModelEMA
-from utils.evolve import evolve
-from utils.feed import Trainable, multi_scaled
-from utils.head_scores import heads_of, score_heads
-from utils.hyp import load_hyp, save_hyp, scale_hyp
-from utils.loaders import open_loaders
-from utils.metrics import fitness
-from utils.options import save_options, train_parser
-from utils.report import open_report
-from utils.runs import open_run_folder, prepare_train_options
-from utils.sampling import draw_image_indices, labels_to_class_weights
-from utils.seeding import seed_epoch
-from utils.training import Training, freeze_layers
+from utils import head_config
+from utils.config.data_yaml import load_data_yaml
+from utils.config.hyp import load_hyp, save_hyp, scale_hyp
+from utils.config.options import save_options, train_parser
+from utils.data import subset
+from utils.data.keyed_dataset import seed_epoch
+from utils.data.sampler import draw_image_indices, labels_to_class_weights
+from utils.engine import early_stopping, resume
+from utils.engine import optimizer as optim
+from utils.engine.autoanchor import check_anchors
+from utils.engine.batches import Trainable, multi_scaled
+from utils.engine.checkpoint import NoCheckpoints, check_finite, read_checkpoint, take_body, transfer
+from utils.engine.ema import ModelEMA
+from utils.engine.trainer import Training, freeze_layers
+from utils.fast.compile_report import explain
+from utils.loggers.results import open_report
+from utils.metrics.detection import fitness
+from utils.metrics.multi_head import heads_of, score_heads
+from utils.run import auto_batch, entry, fast_paths
+from utils.run.evolve import evolve
+from utils.run.folder import open_run_folder, prepare_train_options
+from utils.run.loaders import open_loaders
+from utils.system import distributed, random_state
 
 logger = logging.getLogger("train")
 
 
 def main(opt):
     """Prepare options and processes, then train once, or as often as --evolve asks."""
-    ranks = dist.read_ranks(opt.local_rank)
+    ranks = distributed.read_ranks(opt.local_rank)
     opt = prepare_train_options(opt, ranks)
     hyp, data = load_hyp(opt.hyp), load_data_yaml(opt.data, opt.single_cls)
     head_config.of_options(opt, data.nc)  # before anything is written
-    device = dist.select_device(opt.device, opt.batch_size, ranks)
-    if fastpaths.is_diagnosis():
+    device = distributed.select_device(opt.device, opt.batch_size, ranks)
+    if fast_paths.is_diagnosis():
         print(explain(build_model(opt, hyp, data, device)[0], hyp, data.nc, opt.img_size[0]))
         return
-    dist.start_processes(ranks, device)
+    distributed.start_processes(ranks, device)
     auto_batch.settle(opt, hyp, data, device, ranks, lambda: build_model(opt, hyp, data, device)[0], make_twin)
     if opt.evolve:
         open_run_folder(opt, ranks)
         evolve(partial(train, opt=opt, data=data, device=device, ranks=ranks), hyp, opt.save_dir, opt.evolve)
     else:
         train(hyp, opt, data, device, ranks)
-    dist.stop_processes()
+    distributed.stop_processes()
 
 
 def train(hyp, opt, data, device, ranks):
     """One training run. Returns the last validation: P, R, mAP@.5, mAP@.5:.95, box, obj and cls loss."""
-    dist.init_seeds(2 + ranks.rank)
-    paths = fastpaths.choose(opt, device, make_twin)
+    distributed.init_seeds(2 + ranks.rank)
+    paths = fast_paths.choose(opt, device, make_twin)
     given_hyp = hyp  # what hyp.yaml keeps: a resumed run changes it again
     hyp = subset.overfit_hyp(hyp) if opt.overfit else hyp
     if opt.auto_lr:
@@ -88,16 +93,16 @@ def train(hyp, opt, data, device, ranks):
     num_warmup = optim.warmup_length(hyp, num_batches, progress.epochs)
     loss_of_epoch, validation_loss = paths.losses(model, progress.epochs)
     loss_factor = ranks.world_size * (4 if opt.quad else 1) * subset.batch_weight(opt, len(loaders.dataset))
-    called = dist.data_parallel(model, device, ranks, opt.device, opt.sync_bn)
-    fastpaths.compile_model(called, opt, report.exclude)
+    called = distributed.data_parallel(model, device, ranks, opt.device, opt.sync_bn)
+    fast_paths.compile_model(called, opt, report.exclude)
     training.start(called, loss_of_epoch(progress.start_epoch), loss_factor, progress.start_epoch, num_warmup)
-    quick = fastpaths.validation(opt)
+    quick = fast_paths.validation(opt)
     validate = partial(validate_ema, training.ema, loaders.val, data, validation_loss, opt, device, quick)
 
     started = time.monotonic()
     trainable = Trainable(int(model.stride.max()))
     random_state.resume(progress, ranks)
-    for epoch in stopping.epochs_to_train(progress, opt.patience, ranks, device):
+    for epoch in early_stopping.epochs_to_train(progress, opt.patience, ranks, device):
         if loaders.enter(epoch):  # another image size
             prepare_model(model, hyp, opt, data, loaders.dataset.labels, loaders.image_size)
             loss_of_epoch, _ = paths.losses(model, progress.epochs)
@@ -142,7 +147,7 @@ def finish_epoch(epoch, rates, opt, training, progress, validate, report, checkp
     """Validate the moving average when this epoch asks for it, write the results and the checkpoints."""
     training.ema.update_attr(training.model, include=("yaml", "nc", "hyp", "gr", "names", "stride", "class_weights"))
     is_last = epoch + 1 == progress.epochs
-    is_tested = is_last or stopping.is_tested(epoch, opt)
+    is_tested = is_last or early_stopping.is_tested(epoch, opt)
     if is_tested:
         progress.results, progress.maps, heads = validate(is_last)
         progress.tested_epoch = epoch
@@ -153,9 +158,9 @@ def finish_epoch(epoch, rates, opt, training, progress, validate, report, checkp
     is_best = is_tested and score_now >= progress.best_fitness
     progress.best_fitness = max(progress.best_fitness, score_now)
     progress.best_epoch = epoch if is_best else progress.best_epoch
-    content = partial(full_state.checkpoint, training, epoch, progress, report.results_text(), opt)
+    content = partial(resume.checkpoint, training, epoch, progress, report.results_text(), opt)
     checkpoints.after_epoch(content, epoch, is_best)
-    if stopping.is_due(progress.best_epoch, progress.tested_epoch, opt.patience) and not is_last:
+    if early_stopping.is_due(progress.best_epoch, progress.tested_epoch, opt.patience) and not is_last:
         validate(True)  # this was the last epoch after all: its pictures
 
 
@@ -200,7 +205,7 @@ def build_model(opt, hyp, data, device):
 
 def make_twin(model):
     """The form of `model` that trains fastest on a GPU; imported only then, for it needs Triton."""
-    from models.twin import training_twin
+    from models.fused import training_twin
 
     return training_twin(model)
 
@@ -219,7 +224,7 @@ def open_training(model, stored, hyp, opt, nc, ranks):
     if progress.epochs != opt.epochs:  # the schedule ends where the run ends
         scheduler.lr_lambdas = [optim.lr_factor(progress.epochs, hyp["lrf"], opt.linear_lr)] * 3
     if opt.resume:
-        full_state.restore(stored, training, progress, opt)
+        resume.restore(stored, training, progress, opt)
     random_state.resume(progress, ranks)  # new loader workers must not draw what was drawn already
     return training, progress
 
@@ -243,7 +248,7 @@ def open_records(opt, hyp, data, ranks, progress, heads=()):
         save_options(opt, Path(opt.save_dir) / "opt.yaml")
     if ranks.is_main and not opt.evolve:
         folder = Path(opt.save_dir) / "weights"
-        checkpoints = fastpaths.checkpoints(opt)(folder, progress.epochs, not opt.nosave, opt.save_period)
+        checkpoints = fast_paths.checkpoints(opt)(folder, progress.epochs, not opt.nosave, opt.save_period)
     if progress.start_epoch:
         report.resume(progress.results_text, progress.epochs)
     return report, checkpoints
@@ -255,7 +260,7 @@ def choose_images(epoch, opt, loaders, class_weights, maps, ranks, device):
     if opt.image_weights:
         labels = loaders.dataset.labels
         indices = draw_image_indices(labels, class_weights.cpu(), maps) if ranks.is_main else [0] * len(labels)
-        loaders.dataset.indices = dist.broadcast_indices(indices, ranks.rank, device)
+        loaders.dataset.indices = distributed.broadcast_indices(indices, ranks.rank, device)
     if ranks.is_distributed:
         loaders.train.sampler.set_epoch(epoch)
 
@@ -263,4 +268,4 @@ def choose_images(epoch, opt, loaders, class_weights, maps, ranks, device):
 if __name__ == "__main__":
     parser = train_parser()
     opt = parser.parse_args()
-    cli.run(main, opt)
+    entry.run(main, opt)

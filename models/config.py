@@ -87,7 +87,7 @@ def _load(path, where):
 def _is_bounded(content):
     """Whether lists and mappings hold at most MAX_ENTRIES things, those counted again that are named again.
 
-    utils/data_yaml.py has the same for other files: models/ imports nothing of utils/, and utils/ nothing of models/.
+    utils/config/data_yaml.py has the same for other files: models/ imports nothing of utils/.
     """
     waiting, count = [content], 0
     while waiting and count <= MAX_ENTRIES:

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from models.yolo import Model
 from tests.bench_loss import make_case, measure
 from utils.head_config import HeadConfig
-from utils.loss import build_losses
-from utils.loss_batched import CLASSES
+from utils.loss.batched import CLASSES
+from utils.loss.criterion import build_losses
 
 ROOT = Path(__file__).resolve().parents[1]
 HYP = {"box": 0.05, "cls": 0.5, "obj": 0.25, "cls_pw": 1.0, "obj_pw": 1.0, "anchor_t": 4.0, "fl_gamma": 0.0}

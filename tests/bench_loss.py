@@ -26,7 +26,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.loss_cases import model_with_head
-from utils import assign, assign_batched, loss, loss_batched, loss_graph
+from utils.loss import assigner as assign
+from utils.loss import batched as loss_batched
+from utils.loss import batched_assigner, criterion, graphed
 
 ANCHORS = ((10, 13, 16, 30, 33, 23), (30, 61, 62, 45, 59, 119), (116, 90, 156, 198, 373, 326))  # pixels
 STRIDES = (8, 16, 32)
@@ -36,8 +38,8 @@ ALL = [(batch, boxes, classes, size) for size in (320, 640) for classes in (3, 8
 SHORT = [(64, 14, 80, 320), (384, 14, 80, 320), (64, 40, 80, 320), (64, 14, 3, 320), (16, 15, 80, 640)]
 SHORT_CPU = [(1, 14, 80, 320), (4, 14, 80, 320), (16, 15, 80, 320), (64, 27, 80, 320)]
 KINDS = {
-    "plain": (loss.ComputeLoss, loss_batched.BatchedLoss),
-    "ota": (loss.ComputeLossOTA, loss_batched.BatchedLossOTA),
+    "plain": (criterion.ComputeLoss, loss_batched.BatchedLoss),
+    "ota": (criterion.ComputeLossOTA, loss_batched.BatchedLossOTA),
 }
 
 
@@ -158,8 +160,8 @@ def assigners(model, predictions, targets, size, kind):
     plan = plan.to(on_device.device)
 
     def batched():
-        rows = assign_batched.gather_rows(plan.layout.cell_index, plan.sizes.cells, detached)
-        return assign_batched.owners(rows, plan)
+        rows = batched_assigner.gather_rows(plan.layout.cell_index, plan.sizes.cells, detached)
+        return batched_assigner.owners(rows, plan)
 
     inputs = detached, on_device, head.anchors, head.stride, (size, size)
     return (lambda: matcher(*inputs)), batched if kind == "ota" else None
@@ -184,7 +186,7 @@ def run(case, kind, device, seconds):
         where = targets.to(device) if side == "reference" else targets
         steps[side] = stepper(loss_class(model), predictions, where, images, device)
     torch.testing.assert_close(steps["fast"]()[0], steps["reference"]()[0], rtol=1e-4, atol=1e-6)
-    for _ in range(loss_graph.ORDINARY_CALLS):
+    for _ in range(graphed.ORDINARY_CALLS):
         steps["fast"]()  # on a GPU the last of them captures
 
     for (side, step), assigner in zip(steps.items(), assigners(model, predictions, targets, size, kind), strict=True):

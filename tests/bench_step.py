@@ -33,16 +33,18 @@ from torch.optim.lr_scheduler import LambdaLR
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from models.yolo import Model  # noqa: E402  (needs the path above)
-from utils import cuda_graph, loss, loss_batched, optim  # noqa: E402
-from utils.cuda_graph import GraphSteps  # noqa: E402
-from utils.ema import ModelEMA  # noqa: E402
-from utils.fast_step import FastSteps  # noqa: E402
-from utils.feed import Batch  # noqa: E402
-from utils.hyp import load_hyp, scale_hyp  # noqa: E402
-from utils.prefetch import AHEAD, Prefetch, as_float  # noqa: E402
-from utils.training import Training  # noqa: E402
+from utils.config.hyp import load_hyp, scale_hyp  # noqa: E402
+from utils.engine import optimizer as optim  # noqa: E402
+from utils.engine.batches import Batch  # noqa: E402
+from utils.engine.ema import ModelEMA  # noqa: E402
+from utils.engine.trainer import Training  # noqa: E402
+from utils.fast import graph_step  # noqa: E402
+from utils.fast.graph_step import GraphSteps  # noqa: E402
+from utils.fast.prefetcher import AHEAD, Prefetch, as_float  # noqa: E402
+from utils.fast.train_step import FastSteps  # noqa: E402
+from utils.loss import batched, criterion  # noqa: E402
 
-RUN = cuda_graph.Captured.run
+RUN = graph_step.Captured.run
 ROOT = Path(__file__).resolve().parents[1]
 CASES = [("yolov7-tiny", 320, 64), ("yolov7-tiny", 320, 384), ("yolov7", 320, 64), ("yolov7", 640, 32)]
 CPU_CASES = [("yolov7-tiny", 64, 4)]
@@ -63,8 +65,8 @@ def build(case, kind, path, device, precision):
     scheduler = LambdaLR(optimizer, optim.lr_factor(300, hyp["lrf"]))
     training = Training(model, hyp, batch, optimizer, scheduler, ModelEMA(model), precision)
     steps = {"reference": lambda t: t, "fast-step": FastSteps, "cuda-graph": GraphSteps}[path](training)
-    classes = None if path == "reference" else loss_batched.CLASSES
-    compute_loss, _ = loss.build_losses(model, classes=classes, use_ota=kind == "ota")
+    classes = None if path == "reference" else batched.CLASSES
+    compute_loss, _ = criterion.build_losses(model, classes=classes, use_ota=kind == "ota")
     training.start(model, compute_loss, 1.0, 0, 1000)
     steps.begin_epoch()
     return steps
@@ -165,7 +167,7 @@ def watch(steps):
 
     if isinstance(steps, GraphSteps):
         steps.loss.prepare = timed(steps.loss.prepare, parts["plan"])
-        cuda_graph.Captured.run = timed(RUN, parts["run"])
+        graph_step.Captured.run = timed(RUN, parts["run"])
     return parts
 
 

@@ -33,11 +33,11 @@ import test as scoring  # noqa: E402  (needs the path above)
 from models.experimental import attempt_load  # noqa: E402
 from models.yolo import Model  # noqa: E402
 from tools.bench_loader import write_images  # noqa: E402
-from utils import fast_val, metrics_batched, nms_batched  # noqa: E402
+from utils.config.hyp import load_hyp, scale_hyp  # noqa: E402
 from utils.datasets import create_dataloader  # noqa: E402
-from utils.hyp import load_hyp, scale_hyp  # noqa: E402
-from utils.loss import ComputeLoss  # noqa: E402
-from utils.nms_batched import find_candidates  # noqa: E402
+from utils.fast import metrics, nms, validation  # noqa: E402
+from utils.fast.nms import find_candidates  # noqa: E402
+from utils.loss.criterion import ComputeLoss  # noqa: E402
 
 NUM_CLASSES = 80
 COCO_TRAIN, COCO_VAL = 118_287, 5_000
@@ -80,7 +80,7 @@ def shift_objectness(model, images, wanted):
 
 
 def searching(quick, *args, **kwargs):
-    with mock.patch.object(fast_val, "without_search", nullcontext):
+    with mock.patch.object(validation, "without_search", nullcontext):
         return quick(*args, **kwargs)
 
 
@@ -110,9 +110,9 @@ def parts(run, model, loader, device):
 
     seconds["loader alone"], _ = timed(lambda: [None for _ in loader], device)
     with (
-        watch(model, "forward", "forward"), watch(fast_val, "detect", "nms"),
-        watch(fast_val.Found, "add", "match"), watch(metrics_batched, "precision_recall", "curves"),
-        watch(fast_val.BatchedLoss, "compute", "loss"),
+        watch(model, "forward", "forward"), watch(validation, "detect", "nms"),
+        watch(validation.Found, "add", "match"), watch(metrics, "precision_recall", "curves"),
+        watch(validation.BatchedLoss, "compute", "loss"),
     ):  # fmt: skip
         seconds["all, waiting"], _ = timed(run, device)
     return dict(seconds)
@@ -121,7 +121,7 @@ def parts(run, model, loader, device):
 def main():
     options = parse()
     logging.disable(logging.INFO)
-    nms_batched.BLOCK = options.block
+    nms.BLOCK = options.block
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     torch.backends.cudnn.benchmark = True
     with tempfile.TemporaryDirectory() as folder:
@@ -131,7 +131,7 @@ def main():
             cache=True, workers=options.workers, persistent_workers=True, worker_tensor=True,
         )  # fmt: skip
         model, compute_loss, nc = make_model(options, loader, device)
-        quick, names = fast_val.FastValidation(), list(model.names)
+        quick, names = validation.FastValidation(), list(model.names)
         runs = {
             "reference": lambda: scoring.evaluate(model, loader, nc, names, compute_loss=compute_loss),
             "fast": lambda: quick(model, loader, nc, names, compute_loss=compute_loss),
@@ -174,7 +174,7 @@ def parse():
     parser.add_argument("--weights", default="", help="a checkpoint instead of an untrained yolov7-tiny")
     parser.add_argument("--candidates", type=int, default=2000, help="an image, of the untrained model")
     parser.add_argument("--rate", type=float, default=5600, help="images a second in training")
-    parser.add_argument("--block", type=int, default=nms_batched.BLOCK, help="candidates in a block of the batched NMS")
+    parser.add_argument("--block", type=int, default=nms.BLOCK, help="candidates in a block of the batched NMS")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--device", default="")

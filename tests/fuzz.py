@@ -31,13 +31,13 @@ import torch
 from models.yolo import Model
 from tests import mutations
 from tests.tiny_model import tiny_model
-from utils import limits
-from utils.checkpoint import read_checkpoint
-from utils.data_yaml import load_data_yaml
+from utils.config import limits
+from utils.config.data_yaml import load_data_yaml
+from utils.config.hyp import load_hyp
+from utils.config.options import load_options
+from utils.data.scan import scan_dataset
 from utils.datasets import LoadImagesAndLabels
-from utils.hyp import load_hyp
-from utils.labels import scan_dataset
-from utils.options import load_options
+from utils.engine.checkpoint import read_checkpoint
 
 PATIENCE = 60  # seconds for one input
 MEMORY = 12e9  # bytes of address space in the child

@@ -32,8 +32,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import train  # noqa: E402  (needs the path above)
 from tests import small_run  # noqa: E402
-from utils import cli, full_state, plots, report  # noqa: E402
-from utils.checkpoint import Checkpoints, read_checkpoint  # noqa: E402
+from utils.engine import resume  # noqa: E402
+from utils.engine.checkpoint import Checkpoints, read_checkpoint  # noqa: E402
+from utils.loggers import results as report  # noqa: E402
+from utils.plots import run as plots  # noqa: E402
+from utils.run import entry  # noqa: E402
 
 MOMENTS = ("time",) * 4 + ("file",) * 2 + ("checkpoint",) * 3 + ("validation",) * 2 + ("results", "last steps")
 HYP = {"warmup_min_iters": 5, "warmup_epochs": 1.0}
@@ -125,7 +128,7 @@ def in_fork(line, log, prepare):
     sys.argv, status = ["train.py", *line], 0
     try:
         prepare()
-        cli.run(train.main, train.train_parser().parse_args(line))
+        entry.run(train.main, train.train_parser().parse_args(line))
     except SystemExit as error:
         status = error.code or 0
     except BaseException:
@@ -201,7 +204,7 @@ def differences(run, reference):
 
 
 def _content(stored):
-    state = {key: value for key, value in (full_state.of(stored) or {}).items() if key != "options"}
+    state = {key: value for key, value in (resume.of(stored) or {}).items() if key != "options"}
     models = [None if model is None else model.state for model in (stored.model, stored.ema)]
     return [models, stored.epoch, stored.best_fitness, stored.updates, stored.optimizer, stored.training_results, state]
 

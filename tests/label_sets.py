@@ -4,7 +4,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from utils.image_lists import img2label_paths
+from utils.data.image_list import img2label_paths
 
 BOX = "0 0.5 0.5 0.4 0.4"
 TRIANGLE = "1 0.1 0.1 0.3 0.1 0.3 0.3"

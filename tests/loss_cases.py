@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tests.parity import GOLDEN
-from utils.assign import Matches
+from utils.loss.assigner import Matches
 
 FOLDER = GOLDEN / "train"
 NAMES = [path.stem.removeprefix("loss_") for path in sorted(FOLDER.glob("loss_*.npz"))]

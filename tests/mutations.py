@@ -10,7 +10,7 @@ import yaml
 from PIL import Image
 
 from tests.small_run import ANCHORS, BACKBONE, HYP
-from utils.options import train_parser
+from utils.config.options import train_parser
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)

@@ -107,7 +107,7 @@ def run_child(job, chosen, variant, data, folder, options):
 
 def split_variant(variant):
     """(flags, environment, unknown flags) of a variant."""
-    from utils.options import train_parser
+    from utils.config.options import train_parser
 
     known = train_parser()._option_string_actions
     words = [] if variant == "off" else variant.split()
@@ -136,17 +136,18 @@ def measure(options):
 
     import train
     from tests.profiling import Done, Source, Timeline, Watched
-    from utils import cli, dist
-    from utils.data_yaml import load_data_yaml
-    from utils.hyp import load_hyp
-    from utils.options import train_parser
-    from utils.runs import open_run_folder, prepare_train_options
+    from utils.config.data_yaml import load_data_yaml
+    from utils.config.hyp import load_hyp
+    from utils.config.options import train_parser
+    from utils.run import entry
+    from utils.run.folder import open_run_folder, prepare_train_options
+    from utils.system import distributed
 
     line = ["--data", options.data, "--cfg", options.cfg, "--hyp", options.hyp, "--img", str(options.img),
             "--batch-size", str(options.batch), "--workers", str(options.workers), "--device", options.device,
             "--epochs", "10000", "--noautoanchor", "--cache-images", "--notest", "--nosave",
             "--project", str(Path(options.child).parent / "runs"), *options.flags]  # fmt: skip
-    watched, sources, ranks = [], [], dist.Ranks()
+    watched, sources, ranks = [], [], distributed.Ranks()
 
     def open_watched(*args):
         report = Watched(open_report(*args), plan, device, timeline, sources)
@@ -161,7 +162,7 @@ def measure(options):
     def run(opt):
         nonlocal device, timeline
         opt = prepare_train_options(opt, ranks)
-        device = dist.select_device(opt.device, opt.batch_size, ranks)
+        device = distributed.select_device(opt.device, opt.batch_size, ranks)
         timeline = Timeline(device)
         open_run_folder(opt, ranks)
         hyp, data = load_hyp(opt.hyp), load_data_yaml(opt.data, opt.single_cls)
@@ -174,7 +175,7 @@ def measure(options):
     open_report, open_loaders, device, timeline = train.open_report, train.open_loaders, None, None
     plan = stages(options)
     with suppress(Done):
-        cli.run(run, train_parser().parse_args(line))
+        entry.run(run, train_parser().parse_args(line))
     results = dict(watched[0].results)
     if device.type == "cuda":
         results["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
@@ -195,7 +196,7 @@ def instruments(timeline):
     import torch
 
     from models.yolo import Model
-    from utils import ema
+    from utils.engine import ema
 
     stack = ExitStack()
     call = torch.nn.Module.__call__
@@ -212,10 +213,10 @@ def instruments(timeline):
         move = timeline.around(ema.AverageAtOnce.move, "EMA")
         stack.enter_context(mock.patch.object(ema.AverageAtOnce, "move", move))
     try:
-        from utils import cuda_graph
+        from utils.fast import graph_step
     except ImportError:
         return stack
-    captured = cuda_graph.Captured
+    captured = graph_step.Captured
     stack.enter_context(mock.patch.object(captured, "run", timeline.around(captured.run, "graph")))
     return stack
 

@@ -10,7 +10,7 @@ from collections import defaultdict
 import torch
 
 from tools.bench_loader import children, cpu_seconds
-from utils.finishing import Unfinished
+from utils.data.fast.device_augment import Unfinished
 
 PHASES = ("data", "copy", "forward", "loss", "backward", "optimiser", "EMA", "graph", "read-back", "other")
 

@@ -16,12 +16,12 @@ import yaml
 
 import test
 import train
-from utils import cli
-from utils.data_yaml import load_data_yaml
-from utils.dist import Ranks
-from utils.hyp import load_hyp
-from utils.options import test_parser, train_parser
-from utils.runs import open_run_folder, prepare_train_options
+from utils.config.data_yaml import load_data_yaml
+from utils.config.hyp import load_hyp
+from utils.config.options import test_parser, train_parser
+from utils.run import entry
+from utils.run.folder import open_run_folder, prepare_train_options
+from utils.system.distributed import Ranks
 
 BACKBONE = [[-1, 1, "Conv", [width, 3, 2]] for width in (8, 16, 32, 32, 32)]
 ANCHORS = [[8, 8, 12, 10, 10, 14], [16, 16, 24, 20, 20, 28], [32, 32, 48, 40, 40, 56]]
@@ -120,7 +120,7 @@ def program(name, line):
     with mock.patch("sys.argv", [f"{name}.py", *line]), mock.patch.object(logging.root, "handlers", []):
         try:
             with drawing(pictures=False):
-                cli.run(main, parser.parse_args(line))
+                entry.run(main, parser.parse_args(line))
         except SystemExit as end:
             return end.code
     return 0

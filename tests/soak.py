@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 
 from tests import small_run
-from utils.files import atomic_write
+from utils.system.files import atomic_write
 
 ROOT = Path(__file__).resolve().parents[1]
 SETS = {

@@ -6,11 +6,12 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from tests.tiny_model import tiny_model
-from utils import loss, loss_batched
-from utils.ema import ModelEMA
-from utils.feed import Batch
-from utils.optim import build_optimizer, lr_factor
-from utils.training import Training
+from utils.engine.batches import Batch
+from utils.engine.ema import ModelEMA
+from utils.engine.optimizer import build_optimizer, lr_factor
+from utils.engine.trainer import Training
+from utils.loss import batched as loss_batched
+from utils.loss import criterion
 
 HYP = {"warmup_bias_lr": 0.1, "warmup_momentum": 0.8, "momentum": 0.937, "box": 0.05, "obj": 0.7, "cls": 0.3,
        "cls_pw": 1.0, "obj_pw": 1.0, "anchor_t": 4.0, "fl_gamma": 0.0}  # fmt: skip
@@ -45,7 +46,7 @@ def new_training(device="cpu", precision=None, total_batch=16, num_warmup=12, ad
     training = Training(model, HYP, total_batch, optimizer, LambdaLR(optimizer, lr_factor(10, 0.1)), ModelEMA(model),
                         precision)  # fmt: skip
     classes = loss_batched.CLASSES if batched else None
-    compute_loss, _ = loss.build_losses(model, classes=classes, use_ota=use_ota)
+    compute_loss, _ = criterion.build_losses(model, classes=classes, use_ota=use_ota)
     training.start(model, compute_loss, 1.0, 0, num_warmup)
     return training
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from utils.files import PROJECT_ROOT
+from utils.system.files import PROJECT_ROOT
 
 PARTS = ("loader alone", "forward", "loss", "nms", "match", "curves", "all, waiting")  # of a fast validation
 STEPS = ("draw the mosaic", "labels in pixels", "draw the warp", "paint", "warp the picture", "warp the labels",

@@ -21,9 +21,12 @@ from torch.utils.data import DataLoader
 from models.experimental import attempt_load, rebuild
 from tests import small_run
 from tests.tiny_model import tiny_model
-from utils import checkpoint, datasets, files, plots
-from utils.checkpoint import StoredModel, check_finite, read_checkpoint
-from utils.loader_workers import LoaderError
+from utils import datasets
+from utils.data.fast.worker_pool import LoaderError
+from utils.engine import checkpoint
+from utils.engine.checkpoint import StoredModel, check_finite, read_checkpoint
+from utils.plots import run as plots
+from utils.system import files
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU_ONLY = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

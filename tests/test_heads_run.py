@@ -13,10 +13,10 @@ import train
 from tests import small_run
 from tests.heads_cases import small_model
 from tests.tiny_model import tiny_model
-from utils.checkpoint import read_checkpoint, take_body
-from utils.head_scores import HeadScore, heads_of, score_heads
-from utils.metrics import DetectionScores
-from utils.options import test_parser as parser_of_test
+from utils.config.options import test_parser as parser_of_test
+from utils.engine.checkpoint import read_checkpoint, take_body
+from utils.metrics.detection import DetectionScores
+from utils.metrics.multi_head import HeadScore, heads_of, score_heads
 
 HEADS = {
     "nc": 2,

@@ -11,12 +11,12 @@ import yaml
 
 from models.experimental import attempt_load
 from tests import small_run
+from tests.engine.test_checkpoint_refused import ATTACKS, touch
 from tests.label_sets import BOX, make_dataset
-from tests.test_checkpoint_refused import ATTACKS, touch
 from tests.tiny_model import tiny_model
-from utils import cli
-from utils.labels import scan_dataset
-from utils.options import train_parser
+from utils.config.options import train_parser
+from utils.data.scan import scan_dataset
+from utils.run import entry as cli
 
 REFUSED = "was refused, nothing of it was run"
 

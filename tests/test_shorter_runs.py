@@ -8,9 +8,9 @@ import torch
 import train
 from tests import small_run
 from tests.test_train import ROOT, SLOW_WARMUP, TWO_PROCESSES, program, results_of
-from utils import full_state
-from utils.checkpoint import read_checkpoint
-from utils.plots import read_results
+from utils.engine import resume
+from utils.engine.checkpoint import read_checkpoint
+from utils.plots.run import read_results
 
 FAST_WARMUP = {"warmup_min_iters": 1, "warmup_epochs": 0.0}
 
@@ -39,7 +39,7 @@ def test_overfit_trains_and_validates_on_the_same_images(tmp_path, opened):
     assert [Path(name).name for name in loaders.dataset.img_files] == [f"{i:02d}.png" for i in range(4)]
     first, second = ([images for images, *_ in loaders.train] for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), "the same batches in each epoch"
-    state = full_state.of(read_checkpoint(run / "weights" / "last_full.pt"))
+    state = resume.of(read_checkpoint(run / "weights" / "last_full.pt"))
     assert state["accumulate"] == 1, "each batch is a step"
 
 
@@ -81,7 +81,7 @@ def test_patience_ends_a_run(tmp_path, monkeypatch):
     run = small_run.run(tmp_path, "--epochs", "6", "--patience", "2")
     assert read_results(run / "results.txt")[:, 0].tolist() == [0, 1, 2, 3]
     full = read_checkpoint(run / "weights" / "last_full.pt")
-    assert (full_state.of(full)["best_epoch"], full.epoch, full.best_fitness) == (1, 3, 0.5)
+    assert (resume.of(full)["best_epoch"], full.epoch, full.best_fitness) == (1, 3, 0.5)
     assert read_checkpoint(run / "weights" / "last.pt").epoch == -1
     last = str(run / "weights" / "last.pt")
     with pytest.raises(train.cli.NothingToDo, match="stopped by --patience 2 after epoch 3; --resume with a larger"):
@@ -168,7 +168,7 @@ def test_two_processes_train_one_model_resume_bit_equal_and_stop_together(tmp_pa
     assert names == ["patience", "reference", "run"], "one folder for both"
     assert read_results(reference / "results.txt")[:, 0].tolist() == [0, 1, 2]
     assert results_of(last.parent.parent) == results_of(reference)
-    states = [full_state.of(read_checkpoint(run / "weights" / "last_full.pt"))
+    states = [resume.of(read_checkpoint(run / "weights" / "last_full.pt"))
               for run in (last.parent.parent, reference)]  # fmt: skip
     assert len(states[0]["random_states"]) == 2
     for name in ("model", "ema"):

@@ -8,8 +8,8 @@ import pytest
 
 import test as program
 from tests import small_run
-from utils.options import test_parser as build_parser
-from utils.plots import read_results
+from utils.config.options import test_parser as build_parser
+from utils.plots.run import read_results
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,12 @@ import torch
 
 import train
 from tests import parity, small_run
-from utils import assign
-from utils.data_yaml import load_data_yaml
-from utils.dist import Ranks
-from utils.hyp import load_hyp
-from utils.options import train_parser
-from utils.runs import open_run_folder, prepare_train_options
+from utils.config.data_yaml import load_data_yaml
+from utils.config.hyp import load_hyp
+from utils.config.options import train_parser
+from utils.loss import assigner
+from utils.run.folder import open_run_folder, prepare_train_options
+from utils.system.distributed import Ranks
 
 
 def load_trace(name):
@@ -66,7 +66,7 @@ class StoredBatches(list):
 
 
 def match_by_topk(cost, num_wanted):
-    """utils.assign.match with stock's choice among equal costs on a CPU: whatever topk returns for the row."""
+    """utils.loss.assigner.match with stock's choice among equal costs on a CPU: whatever topk returns for the row."""
     taken = torch.zeros(cost.shape, dtype=torch.bool)
     for row, k, costs in zip(taken, num_wanted.tolist(), cost, strict=True):
         row[costs.topk(k, largest=False).indices] = True
@@ -130,7 +130,7 @@ def run(opt, seeded):
     original_build, original_finish, original_open = train.build_model, train.finish_epoch, train.open_loaders
     with (
         mock.patch.object(train, "open_loaders", open_loaders),
-        mock.patch.object(assign, "match", match_by_topk),
+        mock.patch.object(assigner, "match", match_by_topk),
         mock.patch.object(train, "Training", RecordedTraining),
         mock.patch.object(train, "build_model", build_model),
         mock.patch.object(train, "finish_epoch", finish_epoch),

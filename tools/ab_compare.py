@@ -22,10 +22,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from utils import observe
-from utils.charts import PALETTE, new_figure, save_figure, set_title, whole_numbers
-from utils.files import atomic_write
-from utils.observe import LOSS, MAP50
+from tools.experiments import runner
+from tools.experiments.runner import LOSS, MAP50
+from utils.plots.style import PALETTE, new_figure, save_figure, set_title, whole_numbers
+from utils.system.files import atomic_write
 
 logger = logging.getLogger("ab_compare")
 
@@ -84,16 +84,16 @@ def compare(base, a, b, out, repeats=3, seed=0, timeout=None):
     Pair k has --seed `seed` + k; None leaves --seed away. Raises ValueError when a run fails: then nothing compares.
     """
     for side in (a, b):
-        observe.check_arguments([*base, *side.flags], f"side {side.name}")
+        runner.check_arguments([*base, *side.flags], f"side {side.name}")
     runs = {a.name: [], b.name: []}
     for k in range(repeats):
         for side in (a, b) if k % 2 == 0 else (b, a):
             arguments = [*base, *side.flags, *([] if seed is None else ["--seed", str(seed + k)])]
             logger.info("pair %d of %d, %s: %s", k + 1, repeats, side.name, side.in_words())
-            run = observe.run_training(arguments, Path(out) / f"{side.name}{k + 1}", None, timeout, side.environment)
+            run = runner.run_training(arguments, Path(out) / f"{side.name}{k + 1}", None, timeout, side.environment)
             if not run.completed or not run.rows:
                 raise ValueError(
-                    f"{side.name} ({side.in_words()}) failed: {run.message}; see {run.folder / observe.LOG}"
+                    f"{side.name} ({side.in_words()}) failed: {run.message}; see {run.folder / runner.LOG}"
                 )
             runs[side.name].append(run)
             logger.info("    %.1f s, %s img/s, mAP@.5 %.4f", run.seconds,
@@ -241,7 +241,7 @@ def write(out, runs, a, b, base):
     """report.md, ab.png and ab.json in `out`; returns the verdicts."""
     measured = {name: measure(side) for name, side in runs.items()}
     judged = verdicts(measured["A"], measured["B"])
-    facts = observe.machine() | {"common arguments": f"`{shlex.join(base)}`", "A": f"`{a.in_words()}`",
+    facts = runner.machine() | {"common arguments": f"`{shlex.join(base)}`", "A": f"`{a.in_words()}`",
                                  "B": f"`{b.in_words()}`", "pairs": str(len(runs["A"]))}  # fmt: skip
     out = Path(out)
     plot(runs, out / "ab.png")
@@ -264,12 +264,12 @@ def parse(arguments=None):
     add("--timeout", type=float, help="seconds after which a run counts as hung")
     add("--out", default="runs/ab_compare", help="folder of the report and the runs")
     words = sys.argv[1:] if arguments is None else arguments
-    return parser.parse_args(observe.bind_values(words, ("--args", "--a", "--b")))
+    return parser.parse_args(runner.bind_values(words, ("--args", "--a", "--b")))
 
 
 def main():
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
-    observe.exit_on_sigterm()
+    runner.exit_on_sigterm()
     options = parse()
     base, a, b = shlex.split(options.args), Side.parse("A", options.a), Side.parse("B", options.b)
     try:

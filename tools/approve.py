@@ -20,12 +20,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.approval_setup import NOT_MADE, Setup
-from utils import observe
-from utils.approvals import STAGES, Approvals, fingerprint
-from utils.charts import PALETTE, new_figure, save_figure, set_title, whole_numbers
-from utils.files import PROJECT_ROOT, atomic_write
-from utils.options import explicit_options, train_parser
+from tools.approval.setup import NOT_MADE, Setup
+from tools.approval.stages import STAGES, Approvals, fingerprint
+from tools.experiments import runner
+from utils.config.options import explicit_options, train_parser
+from utils.plots.style import PALETTE, new_figure, save_figure, set_title, whole_numbers
+from utils.system.files import PROJECT_ROOT, atomic_write
 
 # Options of train.py that make the runs what they are.
 GIVEN = {"data", "cfg", "hyp", "weights", "img_size", "batch_size", "workers", "epochs", "seed", "device",
@@ -36,12 +36,12 @@ COLOURS = {"passed": PALETTE[2], "failed": PALETTE[4], "not measured": PALETTE[7
 def run_stage(number, setup, approvals):
     """Make every check of a stage and write its report; returns whether the stage passed."""
     approvals.check_may_run(number)
-    from tools.approval_checks import CHECKS
+    from tools.approval.checks import CHECKS
 
     stage = STAGES[number]
     setup.prepare()
     print(f"stage {number}: {stage.title}", flush=True)
-    started, machine = time.monotonic(), observe.machine()
+    started, machine = time.monotonic(), runner.machine()
     for _ in setup.check_all(CHECKS[number]):  # a report after each: whatever ends this leaves what was found
         content = {
             "stage": number, "title": stage.title, "passed": setup.passed(), "date": time.strftime("%Y-%m-%d %H:%M"),
@@ -116,7 +116,7 @@ def _label(ax, title, names):
 def _draw_curves(ax, curves):
     ax.set_visible(True)
     for index, (label, rows) in enumerate(curves.items()):
-        ax.plot([row["epoch"] for row in rows], [row[observe.LOSS] for row in rows], marker="o", markersize=3,
+        ax.plot([row["epoch"] for row in rows], [row[runner.LOSS] for row in rows], marker="o", markersize=3,
                 color=PALETTE[index % len(PALETTE)], label=label)  # fmt: skip
     set_title(ax, "training loss")
     ax.set_xlabel("epoch", fontsize=8)
@@ -157,7 +157,7 @@ def parse(arguments=None):
     approve.add_argument("--despite-failures", action="store_true", help="needs a --note that says why")
     defaults = argparse.Namespace(approvals=str(PROJECT_ROOT / "approvals.json"), out="runs/approval")
     words = sys.argv[1:] if arguments is None else arguments
-    return parser.parse_args(observe.bind_values(words, ("--args",)), defaults)
+    return parser.parse_args(runner.bind_values(words, ("--args",)), defaults)
 
 
 def further_words(text):
@@ -166,7 +166,7 @@ def further_words(text):
         words = shlex.split(text)
     except ValueError as error:
         raise ValueError(f"--args {text!r}: {error}") from error
-    observe.check_arguments(words, "--args")
+    runner.check_arguments(words, "--args")
     for name in explicit_options(train_parser(), words):
         if name in GIVEN:
             raise ValueError(f"--args: --{name.replace('_', '-')} is what the stages give their runs themselves")
@@ -183,7 +183,7 @@ def perform(options):
         return 0
     number = options.stage
     if options.command == "approve":
-        approvals.approve(number, options.by, observe.current_commit(), options.note, options.despite_failures)
+        approvals.approve(number, options.by, runner.current_commit(), options.note, options.despite_failures)
         print(f"stage {number}: {approvals.in_words(number)}")
         return 0
     setup = Setup(
@@ -198,7 +198,7 @@ def perform(options):
 
 def main():
     logging.basicConfig(stream=sys.stdout, level=logging.ERROR, format="    %(message)s")
-    observe.exit_on_sigterm()
+    runner.exit_on_sigterm()
     try:
         sys.exit(perform(parse()))
     except ValueError as error:

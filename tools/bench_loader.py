@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.bench_samples import make_dataset
 from utils import datasets
-from utils.finishing import Unfinished
-from utils.hyp import load_hyp
+from utils.config.hyp import load_hyp
+from utils.data.fast.device_augment import Unfinished
 
 LOADERS = {
     "reference": {},

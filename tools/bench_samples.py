@@ -28,8 +28,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from utils import augment, datasets, mosaic, paste_in
-from utils.boxes import resample_segments, segment2box
+from utils import datasets
+from utils.data import mosaic, paste, transforms
+from utils.ops.boxes import resample_segments, segment2box
 
 COMMON = {
     "hsv_h": 0.015, "hsv_s": 0.7, "hsv_v": 0.4, "degrees": 0.0, "shear": 0.0, "perspective": 0.0,
@@ -102,7 +103,7 @@ class PlainSample:
 def plain_load_samples(dataset, index):
     canvas = mosaic.draw_mosaic4(dataset, index)
     canvas.plain_pixels = canvas[:, :]
-    return paste_in.sample_segments(canvas, canvas.labels(), canvas.segments(), 0.5)
+    return paste.sample_segments(canvas, canvas.labels(), canvas.segments(), 0.5)
 
 
 def plain_polygon_boxes(warp, polygons):
@@ -120,11 +121,11 @@ def plain_mixup(img1, labels1, img2, labels2):
 @contextmanager
 def plain_form():
     replacements = (
-        (paste_in, "Sample", PlainSample),
+        (paste, "Sample", PlainSample),
         (datasets, "load_samples", plain_load_samples),
         (datasets, "mixup", plain_mixup),
-        (augment.Warp, "polygon_boxes", plain_polygon_boxes),
-        (augment.Warp, "source_area", lambda warp: (-np.inf, -np.inf, np.inf, np.inf)),
+        (transforms.Warp, "polygon_boxes", plain_polygon_boxes),
+        (transforms.Warp, "source_area", lambda warp: (-np.inf, -np.inf, np.inf, np.inf)),
     )
     with ExitStack() as stack:
         for owner, name, replacement in replacements:

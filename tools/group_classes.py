@@ -20,11 +20,11 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from utils import cli
-from utils.data_yaml import load_data_yaml
-from utils.files import atomic_write
+from utils.config.data_yaml import load_data_yaml
+from utils.data.scan import check_class_ids, scan_dataset
 from utils.head_config import HeadConfig
-from utils.labels import check_class_ids, scan_dataset
+from utils.run import entry
+from utils.system.files import atomic_write
 
 logger = logging.getLogger("group_classes")
 
@@ -151,4 +151,4 @@ def parser():
 
 
 if __name__ == "__main__":
-    cli.run(main, parser().parse_args())
+    entry.run(main, parser().parse_args())

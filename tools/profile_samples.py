@@ -25,23 +25,25 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.bench_samples import make_dataset
-from utils import augment, datasets, finishing, late_warp, mosaic
-from utils.hyp import load_hyp
-from utils.recipe import recipe_bytes
+from utils import datasets
+from utils.config.hyp import load_hyp
+from utils.data import mosaic, transforms
+from utils.data.fast import deferred, device_augment
+from utils.data.fast.recipe import recipe_bytes
 
 STEPS = {
     "draw the mosaic": [(mosaic, "draw_mosaic4"), (mosaic, "draw_mosaic9")],
     "labels in pixels": [(mosaic.Mosaic, "labels"), (mosaic.Mosaic, "segments")],
     "draw the warp": [(mosaic, "draw_warp")],
     "paint": [(mosaic.Mosaic, "paint")],
-    "warp the picture": [(augment.Warp, "image")],
+    "warp the picture": [(transforms.Warp, "image")],
     "warp the labels": [(mosaic, "warp_labels")],
     "mixup": [(datasets, "mixup")],
     "objects to paste": [(datasets.LoadImagesAndLabels, "samples_to_paste")],
     "paste in": [(datasets, "pastein")],
-    "colours": [(datasets, "draw_colours"), (finishing.AtOnce, "recolour"), (finishing.Later, "recolour")],
-    "flips": [(finishing.AtOnce, "flip"), (finishing.Later, "flip")],
-    "hand over": [(finishing.AtOnce, "pixels"), (finishing.Later, "pixels")],
+    "colours": [(datasets, "draw_colours"), (device_augment.AtOnce, "recolour"), (device_augment.Later, "recolour")],
+    "flips": [(device_augment.AtOnce, "flip"), (device_augment.Later, "flip")],
+    "hand over": [(device_augment.AtOnce, "pixels"), (device_augment.Later, "pixels")],
 }
 
 
@@ -73,10 +75,10 @@ class Clock:
 def profile(dataset, num_samples, later, seed):
     """Microseconds per sample of each step, as a dict."""
     size = dataset.img_size
-    place = np.empty(3 * late_warp.ROOM * size**2, np.uint8)
-    recipe = np.empty(recipe_bytes(size, late_warp.way_of_warping(size) is not None), np.uint8)
+    place = np.empty(3 * deferred.ROOM * size**2, np.uint8)
+    recipe = np.empty(recipe_bytes(size, deferred.way_of_warping(size) is not None), np.uint8)
     dataset.new_image = lambda shape, dtype: place[: int(np.prod(shape))].reshape(shape)
-    dataset.finish = finishing.Later() if later else finishing.AtOnce()
+    dataset.finish = device_augment.Later() if later else device_augment.AtOnce()
     random.seed(seed)
     np.random.seed(seed)
     clock = Clock()

@@ -24,8 +24,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from utils import observe, tpe, trials
-from utils.trials import Budget, Elimination, TrialTable
+from tools.experiments import runner, tpe, trials
+from tools.experiments.trials import Budget, Elimination, TrialTable
 
 logger = logging.getLogger("run_trials")
 
@@ -52,13 +52,13 @@ def parse(arguments=None):
     add("--retry-failed", action="store_true", help="a restart repeats the trials that failed")
     add("--fresh", action="store_true", help="begin a new table instead of continuing")
     words = sys.argv[1:] if arguments is None else arguments
-    return parser.parse_args(observe.bind_values(words, ("--base-args",)))
+    return parser.parse_args(runner.bind_values(words, ("--base-args",)))
 
 
 def run(options):
     """Run every trial that has not ended yet; returns the TrialTable."""
     base = shlex.split(options.base_args)
-    observe.check_arguments(base, "--base-args")
+    runner.check_arguments(base, "--base-args")
     budget = Budget(options.budget_epochs, options.budget_subset, options.budget_size)
     budget.overrides()  # before anything is made
     if options.sampler == "file":
@@ -109,7 +109,7 @@ class FromFile:
 
 def main():
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
-    observe.exit_on_sigterm()
+    runner.exit_on_sigterm()
     options = parse()
     try:
         table = run(options)

@@ -22,9 +22,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from utils.checkpoint import read_checkpoint  # noqa: E402  (needs the path above)
-from utils.options import train_parser  # noqa: E402
-from utils.plots import read_results  # noqa: E402
+from utils.config.options import train_parser  # noqa: E402
+from utils.engine.checkpoint import read_checkpoint  # noqa: E402  (needs the path above)
+from utils.plots.run import read_results  # noqa: E402
 
 NUM_TRAIN, NUM_VAL = 80, 20
 LIMIT = 1800  # seconds for a step

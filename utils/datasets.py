@@ -14,7 +14,15 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from utils.augment import (
+from utils.data.fast.device_augment import AtOnce, whole
+from utils.data.fast.loader import Settings, build_loader, max_pixels
+from utils.data.fast.worker_pool import end_with_a_lost_batch
+from utils.data.image_cache import use_disk_cache, use_memory_cache
+from utils.data.mosaic import load_image, load_mosaic, load_mosaic9, load_samples
+from utils.data.paste import pastein, sample_segments
+from utils.data.scan import img2label_paths, scan_dataset
+from utils.data.stream import LoadImages
+from utils.data.transforms import (
     augment_hsv,
     box_candidates,
     copy_paste,
@@ -23,17 +31,9 @@ from utils.augment import (
     mixup,
     random_perspective,
 )
-from utils.boxes import xywhn2xyxy, xyxy2xywh
-from utils.dist import rank_zero_first
-from utils.fast_loader import Settings, build_loader, max_pixels
-from utils.finishing import AtOnce, whole
-from utils.image_cache import use_disk_cache, use_memory_cache
-from utils.inference_sources import LoadImages
-from utils.labels import img2label_paths, scan_dataset
-from utils.loader_workers import end_with_a_lost_batch
-from utils.memory import warn_about_shared_memory
-from utils.mosaic import load_image, load_mosaic, load_mosaic9, load_samples
-from utils.paste_in import pastein, sample_segments
+from utils.ops.boxes import xywhn2xyxy, xyxy2xywh
+from utils.system.distributed import rank_zero_first
+from utils.system.memory import warn_about_shared_memory
 
 __all__ = [
     "InfiniteDataLoader",
@@ -88,7 +88,7 @@ def create_dataloader(
 ):
     """The (loader, dataset) for `path` (folder, list file, or list of those). `opt` needs only `.single_cls`.
 
-    `fast`: further fields of utils.fast_loader.Settings; with any of them, or a flag, that module makes the loader.
+    `fast`: further fields of data.fast.loader.Settings; with any of them, or a flag, that module makes the loader.
     stock behaviour: a single process (rank -1) takes the pictures in their order, without shuffling.
     """
     # OpenCV's own threads would compete with the workers, and do not survive the fork that makes them.

@@ -18,8 +18,8 @@ Every class belongs to exactly one head. The same file may be a data yaml as wel
 import difflib
 from pathlib import Path
 
-from utils.data_yaml import read_yaml
-from utils.files import printable
+from utils.config.data_yaml import read_yaml
+from utils.system.files import printable
 
 KEYS = {"nc", "heads", "grouping", "full_head", "one_class_score", "head_assignments"}
 HEAD_KEYS = {"classes", "weight", "name"}

@@ -1,0 +1,368 @@
+"""Command lines: every stock flag with type and default, prefixes, checks, and opt.yaml in and out."""
+
+import logging
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from utils.config.options import (
+    check_train_options,
+    explicit_options,
+    load_options,
+    round_up,
+    save_options,
+    test_parser,
+    train_parser,
+    warn_about_idle_options,
+)
+
+test_parser.__test__ = False  # pytest would take the function for a test
+
+# flag: (arguments for it, value after parsing them, default)
+TRAIN = {
+    "--weights": (["a.pt"], "a.pt", ""),  # stock names a file that does not exist
+    "--cfg": (["c.yaml"], "c.yaml", ""),
+    "--data": (["d.yaml"], "d.yaml", "data/coco.yaml"),
+    "--hyp": (["h.yaml"], "h.yaml", "data/hyp.scratch.p5.yaml"),
+    "--epochs": (["3"], 3, 300),
+    "--batch-size": (["8"], 8, 16),
+    "--test-batch-size": (["4"], 4, None),
+    "--img-size": (["320", "640"], [320, 640], [640, 640]),
+    "--rect": ([], True, False),
+    "--resume": ([], True, False),
+    "--nosave": ([], True, False),
+    "--notest": ([], True, False),
+    "--noautoanchor": ([], True, False),
+    "--evolve": ([], 300, 0),
+    "--bucket": (["b"], "b", ""),
+    "--cache-images": ([], True, False),  # or ram, disk
+    "--image-weights": ([], True, False),
+    "--device": (["0,1"], "0,1", ""),
+    "--multi-scale": ([], True, False),
+    "--single-cls": ([], True, False),
+    "--adam": ([], True, False),
+    "--sync-bn": ([], True, False),
+    "--local_rank": (["1"], 1, -1),
+    "--workers": (["2"], 2, 8),
+    "--project": (["p"], "p", "runs/train"),
+    "--entity": (["e"], "e", None),
+    "--name": (["n"], "n", "exp"),
+    "--exist-ok": ([], True, False),
+    "--quad": ([], True, False),
+    "--linear-lr": ([], True, False),
+    "--label-smoothing": (["0.1"], 0.1, 0.0),
+    "--upload_dataset": ([], True, False),
+    "--bbox_interval": (["2"], 2, -1),
+    "--save_period": (["5"], 5, -1),
+    "--artifact_alias": (["a"], "a", "latest"),
+    "--freeze": (["0", "1", "3"], [0, 1, 3], [0]),
+    "--v5-metric": ([], True, False),
+}
+TRAIN_OURS = {
+    "--allow-background": ([], True, False),
+    "--strict-data": ([], True, False),
+    "--fast-dataloader": ([], True, False),
+    "--persistent-workers": ([], True, False),
+    "--worker-tensor": ([], True, False),
+    "--fast-loss": ([], True, False),
+    "--fast-val": ([], True, False),
+    "--ota-last": (["5"], 5, None),
+    "--micro-batch-size": (["4"], 4, 0),
+    "--prefetch-factor": (["4"], 4, None),
+    "--loader-timeout": (["60"], 60, 300),
+    "--seed": (["7"], 7, None),
+    "--fast-step": ([], True, False),
+    "--sync-interval": (["20"], 20, 10),
+    "--cuda-graph": ([], True, False),
+    "--fast": ([], True, False),
+    "--amp": (["bf16"], "bf16", None),
+    "--heads": (["4"], 4, 0),
+    "--head-config": (["h.yaml"], "h.yaml", ""),
+    "--transfer-weights": ([], True, False),
+    "--auto-lr": ([], True, False),
+    "--subset-size": (["100"], 100, 0),
+    "--subset-seed": (["3"], 3, 0),
+    "--overfit": ([], True, False),
+    "--resize-schedule": (["0:64,2:96"], "0:64,2:96", ""),
+    "--max-iter": (["4"], 4, 0),
+    "--eval-interval": (["2"], 2, 0),
+    "--patience": (["5"], 5, 0),
+}
+TEST = {
+    "--weights": (["a.pt", "b.pt"], ["a.pt", "b.pt"], ["yolov7.pt"]),
+    "--data": (["d.yaml"], "d.yaml", "data/coco.yaml"),
+    "--batch-size": (["8"], 8, 32),
+    "--img-size": (["320"], 320, 640),
+    "--conf-thres": (["0.1"], 0.1, 0.001),
+    "--iou-thres": (["0.5"], 0.5, 0.65),
+    "--task": (["study"], "study", "val"),
+    "--device": (["cpu"], "cpu", ""),
+    "--single-cls": ([], True, False),
+    "--augment": ([], True, False),
+    "--verbose": ([], True, False),
+    "--save-txt": ([], True, False),
+    "--save-hybrid": ([], True, False),
+    "--save-conf": ([], True, False),
+    "--save-json": ([], True, False),
+    "--save-per-class-ap": (["f.json"], "f.json", None),
+    "--project": (["p"], "p", "runs/test"),
+    "--name": (["n"], "n", "exp"),
+    "--exist-ok": ([], True, False),
+    "--no-trace": ([], True, False),
+    "--one-class-score": ([], True, False),
+    "--v5-metric": ([], True, False),
+}
+
+
+def destination(flag):
+    return flag.lstrip("-").replace("-", "_")
+
+
+@pytest.mark.parametrize(("make_parser", "table"), [(train_parser, TRAIN), (test_parser, TEST)], ids=["train", "test"])
+def test_stock_flags_keep_type_and_default(make_parser, table):
+    defaults = vars(make_parser().parse_args([]))
+    for flag, (arguments, expected, default) in table.items():
+        assert defaults[destination(flag)] == default, flag
+        value = getattr(make_parser().parse_args([flag, *arguments]), destination(flag))
+        assert value == expected and type(value) is type(expected), flag
+
+
+def test_no_flag_is_undocumented_here():
+    assert set(vars(train_parser().parse_args([]))) == {destination(flag) for flag in TRAIN | TRAIN_OURS}
+    assert set(vars(test_parser().parse_args([]))) == {destination(flag) for flag in TEST} | {"strict_data"}
+
+
+def test_our_flags_are_off_by_default():
+    defaults, numbers = vars(train_parser().parse_args([])), ("--loader-timeout", "--sync-interval")
+    assert not any(defaults[destination(flag)] for flag in TRAIN_OURS if flag not in numbers)
+    line = [word for flag, (arguments, _, _) in TRAIN_OURS.items() for word in (flag, *arguments)]
+    on = vars(train_parser().parse_args(line))
+    assert all(on[destination(flag)] for flag in TRAIN_OURS)
+
+
+def test_prefixes_and_spellings():
+    line = "--img 320 --batch 4 --cache --multi --label 0.1 --local-rank 2"
+    opt = train_parser().parse_args(line.split())
+    assert (opt.img_size, opt.batch_size, opt.cache_images, opt.multi_scale) == ([320], 4, True, True)
+    assert (opt.label_smoothing, opt.local_rank) == (0.1, 2)
+    assert train_parser().parse_args(["--local_rank=3"]).local_rank == 3
+    line = "--img 320 --batch 4 --conf 0.2 --iou 0.3 --save-per f"
+    opt = test_parser().parse_args(line.split())
+    assert (opt.img_size, opt.batch_size, opt.conf_thres, opt.iou_thres) == (320, 4, 0.2, 0.3)
+
+
+def test_optional_values():
+    assert train_parser().parse_args(["--resume", "a/last.pt"]).resume == "a/last.pt"
+    assert train_parser().parse_args(["--evolve", "5"]).evolve == 5
+    assert train_parser().parse_args(["--freeze", "11"]).freeze == [11]
+
+
+def test_freeze_takes_ranges(capsys):
+    assert train_parser().parse_args(["--freeze", "3-5", "9"]).freeze == [3, 4, 5, 9]
+    for wrong in ("5-3", "3-3", "a", "3-"):
+        with pytest.raises(SystemExit):
+            train_parser().parse_args(["--freeze", wrong])
+        assert f"'{wrong}' is neither a layer number nor a range such as 29-76" in capsys.readouterr().err
+
+
+def test_transfer_needs_a_checkpoint():
+    with pytest.raises(ValueError, match="--transfer-weights takes backbone and neck from --weights"):
+        check_train_options(train_parser().parse_args(["--cfg", "c.yaml", "--transfer-weights"]))
+
+
+@pytest.mark.parametrize("line", ["--epochs many", "--unknown-flag", "--img-size", "--local_rank x"])
+def test_wrong_lines_end_with_status_2(line, capsys):
+    with pytest.raises(SystemExit) as caught:
+        train_parser().parse_args(line.split())
+    assert caught.value.code == 2 and line.split()[0] in capsys.readouterr().err
+
+
+def test_explicit_options(monkeypatch):
+    line = ["--epochs", "300", "--resume", "--local-rank", "1"]
+    typed = {"epochs": 300, "resume": True, "local_rank": 1}
+    assert explicit_options(train_parser(), line) == typed, "a typed default counts as typed"
+    assert explicit_options(train_parser(), []) == {}
+    monkeypatch.setattr("sys.argv", ["train.py", "--device", "cpu", "--words", "of", "-q", "another program"])
+    assert explicit_options(train_parser()) == {"device": "cpu"}
+
+
+# ---- checks ---------------------------------------------------------------------------------------------------------
+
+
+def parsed(line):
+    return train_parser().parse_args(["--cfg", "c.yaml", *line.split()])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--cfg=", "give --cfg .* or --weights"),
+        ("--epochs 0", "--epochs 0 is too small: it has to be at least 1"),
+        ("--batch-size -2", "--batch-size -2 is too small"),
+        ("--batch-size 0", "--batch-size 0 is too small: it has to be at least 1"),
+        ("--batch-size -1 --device 0,1", "-1, what fits, is for one GPU a process"),
+        ("--workers -2", "--workers -2 is too small: it has to be at least 0"),
+        ("--test-batch-size 0", "--test-batch-size 0 is too small"),
+        ("--img 0", "--img-size .* one or two positive"),
+        ("--img 320 320 320", "--img-size .* one or two positive"),
+        ("--label-smoothing 1", "--label-smoothing 1.0"),
+        ("--label-smoothing -0.1", "--label-smoothing -0.1"),
+        ("--subset-size -1", "--subset-size -1 is too small"),
+        ("--patience -1", "--patience -1 is too small"),
+        ("--patience 3 --notest", "--patience needs validations"),
+        ("--overfit --multi-scale --quad", "--overfit trains the same images .* drop --multi-scale --quad"),
+        ("--overfit --resize-schedule 0:64", "--overfit has one image size"),
+        ("--resize-schedule 64", "--resize-schedule '64' is not understood; write it like"),
+    ],
+)
+def test_values_that_no_run_could_use(line, message):
+    with pytest.raises(ValueError, match=message):
+        check_train_options(parsed(line))
+
+
+@pytest.mark.parametrize(("line", "sizes"), [("", [640, 640]), ("--img 320", [320, 320]), ("--img 64 96", [64, 96])])
+def test_image_sizes_become_two(line, sizes):
+    opt = parsed(line)
+    check_train_options(opt)
+    assert opt.img_size == sizes
+
+
+def test_resize_schedule_decides_the_size(caplog):
+    for line, words in (("", ""), ("--img 96", ""), ("--img 64 128", "validation has its last size, 96")):
+        caplog.clear()
+        opt = parsed(f"--resize-schedule 0:64,2:96 {line}")
+        check_train_options(opt)
+        assert opt.img_size == [96, 96] and (words in caplog.text if words else not caplog.records)
+
+
+def test_both_spellings_of_save_period():
+    assert parsed("--save-period 3").save_period == parsed("--save_period 3").save_period == 3
+
+
+def test_weights_alone_are_enough():
+    check_train_options(train_parser().parse_args(["--weights", "a.pt"]))
+
+
+def test_round_up(caplog):
+    assert round_up(640, 32) == 640 and not caplog.records
+    assert round_up(641, 32) == 672 and round_up(1, 64) == 64
+    assert "--img-size 641" in caplog.text and "672 is used" in caplog.text
+
+
+def test_idle_flags_are_answered_with_one_warning(caplog):
+    warn_about_idle_options(parsed(""))
+    assert not caplog.records
+    warn_about_idle_options(parsed("--bucket b --save_period 3 --upload_dataset"))
+    assert len(caplog.records) == 1 and "'--bucket', '--upload_dataset'" in caplog.text
+    assert "save_period" not in caplog.text, "here it keeps checkpoints"
+    warn_about_idle_options(Namespace())
+
+
+# ---- opt.yaml -------------------------------------------------------------------------------------------------------
+
+
+def test_round_trip(tmp_path, caplog):
+    opt = parsed("--epochs 7 --img 320 --freeze 1 2 --evolve 4 --entity me --test-batch-size 3")
+    opt.hyp = Path("some") / "hyp.yaml"
+    opt.save_dir, opt.world_size, opt.global_rank = "runs/train/exp", 1, -1
+    path = tmp_path / "opt.yaml"
+    save_options(opt, path)
+    loaded = load_options(path)
+    assert not caplog.records
+    runtime = {"save_dir", "world_size", "global_rank"}
+    assert vars(loaded) == {key: value for key, value in vars(opt).items() if key not in runtime} | {
+        "hyp": "some/hyp.yaml"
+    }
+
+
+# As stock YOLOv7 writes it, on two processes.
+STOCK = """
+weights: ''
+cfg: cfg/training/yolov7-tiny.yaml
+data: data/coco.yaml
+hyp: data/hyp.scratch.tiny.yaml
+epochs: 100
+batch_size: 32
+img_size: [320, 320]
+rect: false
+resume: false
+nosave: false
+notest: false
+noautoanchor: true
+evolve: false
+bucket: ''
+cache_images: false
+image_weights: false
+device: '0,1'
+multi_scale: false
+single_cls: false
+adam: false
+sync_bn: true
+local_rank: 0
+workers: 8
+project: runs/train
+entity: null
+name: exp
+exist_ok: false
+quad: false
+linear_lr: false
+label_smoothing: 0.0
+upload_dataset: false
+bbox_interval: -1
+save_period: -1
+artifact_alias: latest
+freeze: [0]
+v5_metric: false
+world_size: 2
+global_rank: 0
+save_dir: runs/train/exp4
+total_batch_size: 64
+"""
+
+
+def test_stock_file_is_read_without_a_word(tmp_path, caplog):
+    (tmp_path / "opt.yaml").write_text(STOCK)
+    opt = load_options(tmp_path / "opt.yaml")
+    assert not caplog.records
+    assert (opt.batch_size, opt.epochs, opt.sync_bn, opt.evolve) == (64, 100, True, False)
+    assert opt.cfg == "cfg/training/yolov7-tiny.yaml"
+    assert opt.hyp == "data/hyp.scratch.tiny.yaml" and opt.fast_dataloader is False and opt.test_batch_size is None
+    assert not hasattr(opt, "total_batch_size") and not hasattr(opt, "save_dir")
+
+
+def test_unknown_keys_are_named_once_and_dropped(tmp_path, caplog):
+    (tmp_path / "opt.yaml").write_text("epochs: 5\nrl_augment: true\nhead_params: a.yaml\n1: 2\n")
+    opt = load_options(tmp_path / "opt.yaml")
+    assert opt.epochs == 5 and opt.batch_size == 16 and not hasattr(opt, "rl_augment")
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "opt.yaml: options unknown here are ignored: rl_augment, head_params, 1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("epochs: many", "epochs has to be a number, not 'many'"),
+        ("epochs: null", "epochs has to be a number, not None"),
+        ("img_size: [320, big]", "img_size has to be a number"),
+        ("batch_size: {a: 1}", "batch_size has to be a number"),
+        ("- epochs", "expected"),
+        ("epochs: [", "not valid yaml"),
+    ],
+)
+def test_files_that_cannot_be_used(text, message, tmp_path):
+    (tmp_path / "opt.yaml").write_text(text)
+    with pytest.raises(ValueError, match=f"opt.yaml.*{message}"):
+        load_options(tmp_path / "opt.yaml")
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(ValueError, match="opt.yaml is missing: a run can only be resumed"):
+        load_options(tmp_path / "opt.yaml")
+
+
+def test_written_file_is_plain_yaml(tmp_path):
+    save_options(parsed("--epochs 2"), tmp_path / "opt.yaml")
+    content = yaml.safe_load((tmp_path / "opt.yaml").read_text())
+    assert list(content)[:4] == ["weights", "cfg", "data", "hyp"] and content["epochs"] == 2

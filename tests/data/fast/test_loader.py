@@ -1,0 +1,320 @@
+"""The opt-in loaders: the same batches as the reference whatever the flags, in buffers that nobody overwrites."""
+
+import itertools
+import os
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.loader_cases import BATCH, HYP, OPT, assert_same, copied, make_loader, read, same
+from utils.data.fast import loader as fast_loader
+from utils.data.fast.shm_batches import Assembly, Ring, SlabLoader, choose_micro_batch, ring_length
+from utils.data.fast.worker_pool import LoaderError
+from utils.data.keyed_dataset import KeyedDataset
+from utils.datasets import LoadImagesAndLabels, create_dataloader
+from utils.system import memory
+
+
+@pytest.fixture(autouse=True)
+def many_cores(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+
+
+# equality
+
+FLAGS = [{"persistent_workers": p, "worker_tensor": t} for p, t in itertools.product((False, True), repeat=2)]
+MODES = [{}, {"rect": True}, {"quad": True}]
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_same_batches_for_all_flags_and_workers(mode, folder):
+    reference = read(folder, workers=0, **mode)
+    assert not same(reference[0], reference[1]), "epochs differ"
+    for flags, workers in itertools.product(FLAGS, (1, 4) if mode else (1, 2, 4)):
+        assert_same(read(folder, workers=workers, **flags, **mode), reference)
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_same_batches_for_eight_workers(folder):
+    reference = read(folder, epochs=2, batch=9, workers=0)
+    for flags in FLAGS[1:]:
+        assert_same(read(folder, epochs=2, batch=9, workers=8, **flags), reference)
+
+
+def test_samples_are_written_into_their_slab(folder):
+    """No copy between: the image of a sample already lies where the batch wants it."""
+    _, dataset = make_loader(folder, workers=0)
+    source, ring = KeyedDataset(dataset, seed=7), Ring(2, BATCH * 3 * 64 * 64, BATCH)
+    expected = [source[0, k][0].numpy() for k in range(BATCH)]
+    ring.keys[1] = [(0, k) for k in range(BATCH)]
+    assembly = Assembly(source, ring)
+    assembly.enter()
+    assembly.current = 1, 2
+    image = source[0, 4][0]
+    assert image.data_ptr() == ring.place(1, 2, image.shape).ctypes.data
+    assembly((1, 0, BATCH), np.zeros(2, int))
+    assert np.array_equal(ring.images(1, BATCH, (3, 64, 64)).numpy(), expected)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 3, 5, 64])
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_same_batches_for_all_micro_batches(mode, micro_batch_size, folder):
+    options = {"worker_tensor": True, "micro_batch_size": micro_batch_size, "prefetch_factor": 3}
+    assert_same(read(folder, epochs=2, **options, **mode), read(folder, epochs=2, workers=0, **mode))
+
+
+def test_quad_of_few_pictures(folder):
+    for batch in (1, 3, 4, 11):
+        reference = read(folder, epochs=1, workers=0, batch=batch, quad=True)
+        assert_same(read(folder, epochs=1, batch=batch, quad=True, worker_tensor=True), reference)
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+def test_weighted_indices_reach_the_workers(flags, folder):
+    def draw(epoch, dataset):
+        dataset.indices = [(epoch + k * k) % 12 for k in range(12)]
+
+    reference = read(folder, workers=0, image_weights=True, before_epoch=draw)
+    assert len({paths for *_, paths, _ in itertools.chain(*reference)}) > 3
+    assert_same(read(folder, image_weights=True, before_epoch=draw, **flags), reference)
+
+
+def test_passes_that_are_left_early(folder):
+    """Endless loaders go on where they were left, those with weighted indices start their next epoch."""
+    reference = read(folder, epochs=2, workers=0)
+    loader, _ = make_loader(folder, worker_tensor=True)
+    first = copied(next(iter(loader)))
+    rest = [copied(batch) for batch in loader]
+    assert same([first, *rest], [*reference[0], reference[1][0]])
+    loader, _ = make_loader(folder, worker_tensor=True, persistent_workers=True, image_weights=True)
+    next(iter(loader))
+    assert same([copied(batch) for batch in loader], reference[1])
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+def test_restart_at_an_epoch(flags, folder):
+    assert_same(read(folder, epochs=1, first_epoch=2, **flags), read(folder, workers=0)[2:])
+
+
+@pytest.mark.parametrize("mode", [{}, {"rect": True}], ids=str)
+def test_two_ranks_share_the_batches_of_one(mode, folder, tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        ranks = [read(folder, epochs=2, batch=3, rank=rank, world_size=2, worker_tensor=True, **mode)
+                 for rank in (0,)]  # fmt: skip
+    finally:
+        torch.distributed.destroy_process_group()
+    source = LoadImagesAndLabels(str(folder / "all.txt"), 64, 3, augment=True, hyp=HYP, **mode)
+    settings = fast_loader.Settings(worker_tensor=True, seed=7)
+    second = fast_loader.build_loader(source, 3, 2, settings, rank=1, world_size=2, collate_fn=None)
+    ranks.append([[copied(batch) for batch in second] for _ in range(2)])
+    batch = 3 if mode else 6
+    whole = read(folder, epochs=2, workers=0, batch=batch, **mode)
+    for epoch in range(2):
+        pictures = {
+            path: image for images, _, paths, _ in whole[epoch] for path, image in zip(paths, images, strict=True)
+        }
+        shared = [(path, image) for rank in ranks for images, _, paths, _ in rank[epoch]
+                  for path, image in zip(paths, images, strict=True)]  # fmt: skip
+        assert sorted(path for path, _ in shared) == sorted(pictures)
+        assert all(np.array_equal(image, pictures[path]) for path, image in shared)
+    if not mode:
+        batches = [sorted(a[2] + b[2]) for a, b in zip(*(rank[0] for rank in ranks), strict=True)]
+        assert batches == [sorted(entry[2]) for entry in whole[0]]
+
+
+@pytest.mark.parametrize("flags", [f for f in FLAGS if any(f.values())], ids=str)
+def test_without_seed_validation_equals_the_reference(flags, folder):
+    options = {"rect": True, "augment": False, "seed": None}
+    loader, _ = create_dataloader(str(folder / "all.txt"), 64, BATCH, 32, OPT, rect=True, pad=0.5, workers=0)
+    reference = [[copied(batch) for batch in loader]]
+    assert_same(read(folder, epochs=1, pad=0.5, **options, **flags), reference)
+
+
+def test_without_seed_samples_differ_from_run_to_run_by_torchs_seed(folder):
+    def first(seed):
+        torch.manual_seed(seed)
+        return read(folder, epochs=1, workers=1, seed=None, worker_tensor=True)
+
+    assert_same(first(1), first(1))
+    assert not same(first(1)[0], first(2)[0])
+
+
+# buffers
+
+
+def overwritten(loader, passes=2):
+    """Whether any batch changed while its consumer was slow: everything that the workers have to do gets done first."""
+    changed = False
+    for _ in range(passes):
+        for images, *_ in loader:
+            before = images.clone()
+            deadline = time.monotonic() + 5
+            while time.monotonic() < deadline and (loader.workers.doing[:, 0] >= 0).any():
+                time.sleep(0.01)
+            time.sleep(0.1)
+            changed |= not torch.equal(images, before)
+    return changed
+
+
+class HastyLoader(SlabLoader):
+    """Wrong on purpose: gives a slab back before its batch is used, and keeps nothing in reserve."""
+
+    def _next_batch(self):
+        self.ring.release = lambda slab, stream: None
+        batch, slab = super()._next_batch()
+        self.ring.free.appendleft(slab)
+        self._hand_out()
+        return batch, slab
+
+
+def test_no_batch_is_overwritten_while_it_is_used(folder, monkeypatch):
+    assert not overwritten(make_loader(folder, batch=3, worker_tensor=True)[0])
+    monkeypatch.setattr(fast_loader, "SlabLoader", HastyLoader)
+    assert overwritten(make_loader(folder, batch=3, worker_tensor=True)[0]), "this test would see it"
+
+
+def test_a_batch_is_a_view_of_the_ring(folder):
+    loader, _ = make_loader(folder, worker_tensor=True)
+    low = loader.ring.pixels.ctypes.data
+    for images, *_ in loader:
+        assert low <= images.data_ptr() < low + loader.ring.pixels.nbytes
+
+
+def test_passes_that_hold_all_buffers_are_no_hang(folder):
+    loader, _ = make_loader(folder, worker_tensor=True)
+    held = [iter(loader) for _ in range(loader.ring.count)]
+    for batches in held:
+        next(batches)
+    with pytest.raises(LoaderError, match="held by passes"):
+        next(iter(loader))
+
+
+class Event:
+    """A CUDA event whose time has come when somebody says so."""
+
+    done = False
+
+    def record(self, stream):
+        self.stream = stream
+
+    def query(self):
+        return self.done
+
+    def synchronize(self):
+        self.done = True
+
+
+def test_a_slab_waits_for_its_copy_to_the_device(monkeypatch):
+    events = []
+    monkeypatch.setattr(torch.cuda, "Event", lambda: events.append(Event()) or events[-1])
+    ring = Ring(2, 16, 2)
+    ring.is_locked = True
+    first, second = ring.take(), ring.take()
+    ring.release(first, "stream"), ring.release(second, "stream")
+    assert ring.take() is None
+    events[0].done = True
+    assert ring.take() == first and ring.take() is None
+    assert ring.take(wait=True) == second and events[1].done and events[1].stream == "stream"
+
+
+class Cudart:
+    """Locks pages when it is allowed to, with `status`, and notes on which device."""
+
+    def __init__(self, status):
+        self.status, self.may, self.registered, self.device = status, threading.Event(), [], None
+
+    def cudaHostRegister(self, address, num_bytes, flags):
+        assert self.may.wait(10)
+        if isinstance(self.status, Exception):
+            raise self.status
+        self.registered.append((address, num_bytes, self.device))
+        return self.status
+
+    def cudaHostUnregister(self, address):
+        self.registered = [entry for entry in self.registered if entry[0] != address]
+
+
+def test_pages_that_cannot_be_locked_only_cost_speed(monkeypatch, caplog):
+    cudart = Cudart(RuntimeError("no driver"))
+    cudart.may.set()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    ring = Ring(2, 16, 2)
+    ring.lock_pages()
+    ring.unlock_pages()
+    assert not ring.is_locked and "could not be page-locked (no driver)" in caplog.text
+
+
+@pytest.mark.parametrize("status", [0, 2])
+def test_pages_are_locked_beside_the_workers(status, monkeypatch, caplog):
+    cudart = Cudart(status)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(cudart, "device", device))
+    ring = Ring(2, 16, 2)
+    ring.lock_pages()
+    assert ring.is_locked and not cudart.registered, "a copy of this moment has to be waited for"
+    cudart.may.set()
+    ring.locking.join()
+    assert cudart.registered == [(ring.pixels.ctypes.data, 32, 3)]
+    assert ring.is_locked == (not status) and ("could not be page-locked" in caplog.text) == bool(status)
+    ring.unlock_pages()
+    assert not ring.is_locked and bool(cudart.registered) == bool(status)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("patient", [True, False])
+def test_copies_on_a_busy_gpu_are_those_of_the_reference(patient, folder, monkeypatch):
+    if not patient:  # the same without waiting for the copies: this test would see it
+        monkeypatch.setattr(Ring, "release", lambda ring, slab, stream=None: ring.free.appendleft(slab))
+    loader, _ = make_loader(folder, batch=3, worker_tensor=True)
+    loader.ring.locking.join()
+    assert next(iter(loader))[0].is_pinned()
+    loader, _ = make_loader(folder, batch=3, worker_tensor=True)
+    on_device = []
+    for _ in range(3):
+        for images, *_ in loader:
+            torch.cuda._sleep(200_000_000)  # about 0.1 s: the host runs ahead
+            on_device.append(images.to("cuda", non_blocking=True))
+            time.sleep(0.02)
+    reference = [images for batches in read(folder, workers=0, batch=3) for images, *_ in batches]
+    equal = [np.array_equal(a.cpu().numpy(), b) for a, b in zip(on_device, reference, strict=True)]
+    assert all(equal) == patient
+
+
+def test_sizes():
+    assert choose_micro_batch(64, 16) == 8 and choose_micro_batch(384, 16) == 24 and choose_micro_batch(5, 4) == 5
+    assert choose_micro_batch(384, 2) == 32
+    assert ring_length(16, 2, 8, 64) == 6 and ring_length(2, 2, 8, 64) == 4
+    with pytest.raises(ValueError, match="larger than those of its batch"):
+        Ring(1, 12, 1).place(0, 0, (3, 2, 3))
+
+
+# what cannot be done
+
+
+def test_no_workers_is_one_warning(folder, caplog):
+    make_loader(folder, workers=0, worker_tensor=True, persistent_workers=True)
+    make_loader(folder, workers=0, worker_tensor=True, persistent_workers=True, augment=False)
+    (record,) = [record for record in caplog.records if record.name == "utils.data.fast.loader"]
+    assert "--persistent-workers --worker-tensor: there are no loader workers" in record.getMessage()
+
+
+def test_too_little_memory_is_said_before(folder, monkeypatch):
+    monkeypatch.setattr(memory, "available_memory", lambda: 1000)
+    with pytest.raises(ValueError, match="needs .* MB for its batch buffers, and 0.0 MB of memory are free"):
+        make_loader(folder, worker_tensor=True)
+
+
+def test_too_little_shared_memory_is_said_before(folder, monkeypatch, caplog):
+    monkeypatch.setattr(os.path, "ismount", lambda path: True)
+    monkeypatch.setattr(memory.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    make_loader(folder, persistent_workers=True)
+    assert "of /dev/shm, and 0.0 GB are free" in caplog.text

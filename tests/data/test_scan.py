@@ -1,0 +1,210 @@
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import golden_data, parity
+from tests.label_sets import BOX, TRIANGLE, make_dataset
+from utils.data import scan
+from utils.data.scan import check_class_ids, check_has_boxes, scan_dataset
+
+
+def stems(scanned):
+    return [Path(file).stem for file in scanned.img_files]
+
+
+@pytest.mark.parametrize("name", ["all", "boxes", "polys"])
+def test_golden_data_set(tmp_path, name):
+    """Everything that stock read from its own format, read again; nothing in it needs a repair."""
+    folder = golden_data.copy_dataset(tmp_path)
+    golden = golden_data.index()[f"a_parsed_{name}"]
+    group = "data: parsed labels"
+    for source in ("files", "cache"):
+        scanned = scan_dataset(folder / f"{name}.txt")
+        counts = [scanned.counts[key] for key in ("found", "missing", "empty", "dropped", "total")]
+        parity.check(group, f"{name} {source} counts", counts, golden["results"])
+        for key, paths in {"img": scanned.img_files, "lab": scanned.label_files}.items():
+            actual = [os.path.relpath(path, folder) for path in paths]
+            parity.check(group, f"{name} {source} {key}", actual, [item[key] for item in golden["items"]])
+        parity.check(group, f"{name} {source} sizes", scanned.shapes, [item["wh"] for item in golden["items"]])
+        assert len(scanned.labels) == len(scanned.segments) == len(golden["items"])
+        for item, rows, segments in zip(golden["items"], scanned.labels, scanned.segments, strict=True):
+            place = f"{name} {source} {item['img']}"
+            parity.check(group, place, rows, np.array(item["labels"], np.float32).reshape(-1, 5))
+            assert len(segments) == len(item["segments"]), place
+            for index, (points, expected) in enumerate(zip(segments, item["segments"], strict=True)):
+                parity.check(group, f"{place} polygon {index}", points, np.array(expected, np.float32))
+        assert [finding.effect for finding in scanned.findings] == [scan.NO_LABEL_FILE]
+
+
+def test_counts_and_reasons(tmp_path, caplog):
+    texts = {
+        "a": BOX,
+        "b": "",
+        "c": None,
+        "d": f"{BOX}\n{BOX}\nred 0 0 0 0",
+        "e": "1.7 0.5 0.5 0.4 0.4",
+        "f": TRIANGLE,
+        "g": BOX,
+    }
+    folder = make_dataset(tmp_path, texts)
+    (tmp_path / "images/train/g.jpg").write_bytes(b"")
+    scanned = scan_dataset(folder, "train: ")
+    assert scanned.counts == {
+        "found": 4,
+        "missing": 1,
+        "empty": 1,
+        "dropped": 2,
+        "total": 7,
+        "dropped_rows": 3,
+        "repaired_rows": 0,
+    }
+    assert stems(scanned) == list("abcdf")
+    assert [len(rows) for rows in scanned.labels] == [1, 0, 0, 1, 1]
+    assert [len(segments) for segments in scanned.segments] == [0, 0, 0, 0, 1]
+    assert scanned.shapes.dtype == np.float64
+    assert scanned.shapes.tolist() == [[16, 12]] * 5
+    assert all(message.startswith("train: ") for message in caplog.messages)
+    report = "\n".join(caplog.messages)
+    for words in (
+        "c.jpg (looked for ",
+        "labels/train/c.txt)",
+        "d.txt:2",
+        "d.txt:3 'red'",
+        "e.txt:1 1.7",
+        "no usable row in its label file: ",
+        "empty file (0 bytes): ",
+    ):
+        assert words in report
+
+
+def test_many_equal_reasons_make_one_line(tmp_path, caplog):
+    scan_dataset(make_dataset(tmp_path, {f"{n:02}": f"{BOX}\n{BOX}" for n in range(12)}))
+    assert len(caplog.messages) == 1
+    assert "row dropped (12x)" in caplog.messages[0]
+    assert caplog.messages[0].endswith("and 7 more")
+
+
+def test_encodings_of_label_files(tmp_path):
+    texts = {encoding: BOX.encode(encoding) for encoding in ("utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32")}
+    scanned = scan_dataset(make_dataset(tmp_path, texts | {"latin": b"# f\xfcr\n" + BOX.encode()}))
+    assert len(scanned.labels) == 6
+    for rows in scanned.labels:
+        np.testing.assert_array_equal(rows, np.float32([[0, 0.5, 0.5, 0.4, 0.4]]))
+
+
+def test_a_folder_in_place_of_a_label_file(tmp_path):
+    folder = make_dataset(tmp_path, {"a": BOX, "b": None})
+    (tmp_path / "labels/train/b.txt").mkdir()
+    assert stems(scan_dataset(folder)) == ["a"]
+
+
+def test_nothing_usable_is_an_error_with_reasons(tmp_path):
+    folder = make_dataset(tmp_path, {"a": BOX})
+    (tmp_path / "images/train/a.jpg").write_bytes(b"<html>")
+    with pytest.raises(ValueError, match=r"none of the 1 images can be used.*not an image: .*a.jpg"):
+        scan_dataset(folder)
+
+
+def test_file_names_that_are_no_text(tmp_path, caplog):
+    folder = Path(make_dataset(tmp_path, {"a": None}))
+    odd = os.fsdecode(os.fsencode(folder) + b"/\xff.jpg")
+    Path(folder, "a.jpg").rename(odd)
+    for _ in range(2):
+        assert scan_dataset(folder).img_files == [odd]
+    caplog.text.encode("utf-8")
+
+
+# --- checks before training -------------------------------------------------------------------------------------------
+
+
+def test_class_ids_in_range_pass():
+    check_class_ids([np.zeros((0, 5), np.float32), np.float32([[1, 0.5, 0.5, 1, 1]])], ["a.txt", "b.txt"], 2)
+    check_class_ids([], [], 1)
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        ("12", r"0\.\.1 \(nc is 2: red, green\), but 1 label file\(s\).*worst id is 2: .*b\.txt:1; .*1-based"),
+        ("077", r"2 label file\(s\).*worst id is 7: .*b\.txt:1, .*c\.txt:1; ids start at 0$"),
+        ("0-", r"1 label file\(s\).*worst id is -1: .*b\.txt:1"),
+    ],
+)
+def test_class_ids_out_of_range(tmp_path, ids, expected):
+    texts = {name: f"{'-1' if i == '-' else i} 0.5 0.5 0.4 0.4" for name, i in zip("abc", ids, strict=False)}
+    scanned = scan_dataset(make_dataset(tmp_path, texts))
+    with pytest.raises(ValueError, match=expected):
+        check_class_ids(scanned.labels, scanned.label_files, 2, ["red", "green"])
+
+
+def test_a_bad_id_is_found_behind_a_polygon_and_a_comment(tmp_path):
+    scanned = scan_dataset(make_dataset(tmp_path, {"a": f"# classes\n{BOX}\n\n{TRIANGLE}\n7 .1 .1 .3 .1 .3 .3"}))
+    with pytest.raises(ValueError, match=r"a\.txt:5"):
+        check_class_ids(scanned.labels, scanned.label_files, 2)
+
+
+def test_a_training_set_without_boxes(tmp_path):
+    empty = scan_dataset(make_dataset(tmp_path / "empty", {"a": "", "b": "\n", "c": None}))
+    with pytest.raises(ValueError, match=r"no boxes in 2 label files, e\.g\. .*a\.txt; --allow-background"):
+        check_has_boxes(empty.labels, empty.label_files)
+    unlabelled = scan_dataset(make_dataset(tmp_path / "none", {"a": None}))
+    with pytest.raises(ValueError, match=r"no label files for 1 images, e\.g\. .*labels/train/a\.txt does not exist"):
+        check_has_boxes(unlabelled.labels, unlabelled.label_files)
+    check_has_boxes([np.zeros((0, 5)), np.zeros((1, 5))], ["a.txt", "b.txt"])
+
+
+# --- the summary and --strict-data ------------------------------------------------------------------------------------
+
+
+def test_one_line_sums_up(tmp_path, caplog):
+    texts = {"a": BOX, "b": "", "c": None, "d": f"{BOX}\n{BOX}", "e": f"{BOX} 0.9", "f": "red 0 0 0 0"}
+    folder = make_dataset(tmp_path, texts)
+    Path(folder, "g.gif").touch()
+    with caplog.at_level("INFO"):
+        scan_dataset(folder, "train: ")
+    assert caplog.messages[0] == (
+        "train: 6 images, 4 found, 1 of them empty, 1 missing (labels missing 1x), "
+        "1 dropped (no usable row in its label file 1x), 1 rows repaired (sixth column (a confidence) ignored 1x), "
+        "2 rows dropped (repeats an earlier row of the file 1x; "
+        "class is text, the number of the class is needed 1x), file ignored (image suffix not supported 1x)"
+    )
+
+
+def test_a_healthy_set_is_summed_up_without_reasons(tmp_path, caplog):
+    folder = make_dataset(tmp_path, {"a": BOX, "b": TRIANGLE})
+    for _ in range(2):  # from the files, then from the cache
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            scan_dataset(folder)
+        assert caplog.messages == [
+            "2 images, 2 found, 0 of them empty, 0 missing, 0 dropped, 0 rows repaired, 0 rows dropped"
+        ]
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        ({"b": f"{BOX}\n{BOX}"}, "row dropped .*b.txt:2"),
+        ({"b": "red 0 0 0 0"}, "image dropped .*b.txt"),
+        ({"b": f"{BOX}\n{BOX} 1"}, "row dropped"),  # the confidence is ignored, then the row repeats
+    ],
+)
+def test_strict_data_stops_at_a_drop(texts, said, tmp_path):
+    scanned = scan_dataset(make_dataset(tmp_path, {"a": BOX} | texts))
+    with pytest.raises(ValueError, match=f"--strict-data: .*{said}.*Repair them"):
+        scan.check_nothing_dropped(scanned.findings)
+
+
+def test_strict_data_minds_list_entries(tmp_path):
+    make_dataset(tmp_path, {"a": BOX})
+    (tmp_path / "list.txt").write_text("images/train/a.jpg\nimages/train/none.jpg\n")
+    with pytest.raises(ValueError, match=r"--strict-data: list entry ignored .*list.txt:2"):
+        scan.check_nothing_dropped(scan_dataset(tmp_path / "list.txt").findings)
+
+
+def test_strict_data_lets_repairs_and_background_pass(tmp_path):
+    scanned = scan_dataset(make_dataset(tmp_path, {"a": f"{BOX} 0.9", "b": None, "c": "", "d": "0 1.001 0.5 0.1 0.1"}))
+    assert len(scanned.findings) == 3
+    scan.check_nothing_dropped(scanned.findings)

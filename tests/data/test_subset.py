@@ -1,0 +1,97 @@
+"""Parts of a data set: reproducible, with every class, and nothing but a part."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tiny_model import tiny_model
+from utils.data import subset
+from utils.data.scan import ScannedDataset
+
+
+def rows(*classes):
+    return np.array([(c, 0.5, 0.5, 0.1, 0.1) for c in classes], np.float32).reshape(-1, 5)
+
+
+def scanned(labels):
+    n = len(labels)
+    return ScannedDataset([f"{i}.jpg" for i in range(n)], [f"{i}.txt" for i in range(n)], labels, [[]] * n,
+                          np.arange(2.0 * n).reshape(n, 2), {}, [])  # fmt: skip
+
+
+def options(**values):
+    return SimpleNamespace(**({"overfit": False, "subset_size": 0, "subset_seed": 0} | values))
+
+
+COMMON = [rows(0) for _ in range(200)]
+LABELS = [*COMMON, rows(0, 1), rows(2), rows(), rows(3, 2)]  # classes 1 and 3 in one image each
+
+
+def test_the_seed_decides():
+    first, again, other = (subset.choose(LABELS, 20, seed) for seed in (1, 1, 2))
+    assert first == again != other
+    assert len(set(first)) == 20 and first == sorted(first)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rare_classes_are_covered(seed):
+    chosen = subset.choose(LABELS, 5, seed)
+    assert {200, 203} <= set(chosen), "the only images of classes 1 and 3; 203 brings class 2 as well"
+    assert len(chosen) == 5
+
+
+def test_more_classes_than_images(caplog):
+    part = subset.random_part(scanned([rows(0), rows(1), rows(2)]), 2, seed=0)
+    assert len(part.img_files) == 2
+    assert "--subset-size 2 has no image of the classes" in caplog.text
+
+
+def test_sizes_beyond_the_data_set():
+    assert subset.choose(LABELS[:3], 9, 0) == [0, 1, 2]
+    assert subset.choose([], 9, 0) == []
+
+
+def test_backgrounds_take_part():
+    chosen = subset.choose([rows() for _ in range(9)], 4, 0)
+    assert len(chosen) == 4
+
+
+def test_all_lists_are_cut_alike():
+    part = subset.picker(options(subset_size=5, subset_seed=3))(scanned(LABELS))
+    chosen = [int(name.removesuffix(".jpg")) for name in part.img_files]
+    assert chosen == subset.choose(LABELS, 5, 3)
+    assert part.label_files == [f"{i}.txt" for i in chosen]
+    assert all(np.array_equal(a, LABELS[i]) for a, i in zip(part.labels, chosen, strict=True))
+    assert part.shapes.tolist() == [[2.0 * i, 2.0 * i + 1] for i in chosen] and len(part.segments) == 5
+
+
+def test_overfit_takes_the_first():
+    part = subset.picker(options(overfit=True))(scanned(LABELS))
+    assert part.img_files == [f"{i}.jpg" for i in range(10)] and part.shapes.shape == (10, 2)
+    assert len(subset.picker(options(overfit=True, subset_size=3))(scanned(LABELS)).labels) == 3
+    assert len(subset.picker(options(overfit=True))(scanned(LABELS[:4])).labels) == 4
+
+
+def test_without_flags_nothing_is_picked():
+    assert subset.picker(options()) is None
+
+
+def test_overfit_hyp_keeps_what_the_file_says():
+    assert subset.overfit_hyp({"lr0": 1, "warmup_epochs": 3.0})["warmup_min_iters"] == 30
+    named = {"warmup_min_iters": 7, "warmup_epochs": 3.0}
+    assert subset.overfit_hyp(named) == named
+
+
+def test_a_batch_of_overfit_counts_for_a_nominal_one():
+    assert subset.batch_weight(options(total_batch_size=16), 10) == 1
+    assert subset.batch_weight(options(overfit=True, total_batch_size=16), 10) == 6.4
+    assert subset.batch_weight(options(overfit=True, total_batch_size=4), 10) == 16
+
+
+def test_statistics_keep_up():
+    model = tiny_model()
+    subset.quicken_statistics(model)
+    norms = [layer for layer in model.modules() if isinstance(layer, torch.nn.BatchNorm2d)]
+    assert len(norms) == 5 and all(layer.momentum == subset.OVERFIT_MOMENTUM for layer in norms)

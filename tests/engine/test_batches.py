@@ -1,0 +1,98 @@
+"""From loader batches to what the model takes: plain copies, random sizes, single images."""
+
+import random
+
+import pytest
+import torch
+
+from utils.engine.batches import Batch, Trainable, multi_scaled, plain
+
+
+def batches(*shapes):
+    return [Batch(torch.rand(shape), torch.rand(3, 6), ("a.png",) * shape[0]) for shape in shapes]
+
+
+def test_plain():
+    images = torch.arange(2 * 3 * 4 * 4, dtype=torch.uint8).view(2, 3, 4, 4)
+    targets = torch.tensor([[0, 1, 0.5, 0.5, 0.1, 0.1]])
+    loader = [(images, targets, ("a", "b"), ("shapes",)), (images + 100, targets, ("c", "d"), ())]
+    first, second = plain(loader, torch.device("cpu"))
+    assert first.images.dtype == torch.float32 and torch.equal(first.images, images.float() / 255)
+    assert first.images.max() == 95 / 255 and second.images.max() == 195 / 255
+    assert torch.equal(first.targets, targets) and first.paths == ("a", "b") and second.paths == ("c", "d")
+    assert list(plain([], torch.device("cpu"))) == []
+
+
+def test_plain_copies_no_batch_before_it_is_asked_for():
+    asked = []
+
+    def loader():
+        for i in range(3):
+            asked.append(i)
+            yield torch.zeros(1, 3, 2, 2, dtype=torch.uint8), torch.zeros(0, 6), (), ()
+
+    feed = plain(loader(), torch.device("cpu"))
+    assert asked == []
+    next(feed)
+    assert asked == [0]
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "expected"),
+    [
+        (64, 32, {32, 64, 96}),
+        (96, 32, {32, 64, 96, 128, 160}),  # half and one and a half, rounded to multiples
+        (128, 64, {64, 128, 192}),
+        (32, 32, {32, 64}),
+    ],
+)
+def test_random_sizes_are_multiples_between_half_and_one_and_a_half(size, stride, expected):
+    random.seed(0)
+    sides = set()
+    for batch in multi_scaled(batches(*[(1, 3, size, size)] * 60), size, stride):
+        height, width = batch.images.shape[2:]
+        assert height == width
+        sides.add(height)
+    assert sides == expected
+
+
+def test_one_draw_a_batch_decides_the_size():
+    random.seed(7)
+    given = batches(*[(2, 3, 64, 64)] * 5)
+    scaled = list(multi_scaled(given, 64, 32))
+    state = random.getstate()
+    random.seed(7)
+    drawn = [random.randrange(32, 128) // 32 * 32 for _ in given]
+    assert random.getstate() == state and len(set(drawn)) > 1
+    assert [batch.images.shape[2] for batch in scaled] == drawn
+    for before, after, side in zip(given, scaled, drawn, strict=True):
+        assert after.targets is before.targets and after.paths == before.paths
+        assert (after.images is before.images) == (side == 64)
+
+
+def test_rectangles_keep_their_ratio(monkeypatch):
+    monkeypatch.setattr(random, "randrange", lambda low, high: 96)
+    image = torch.zeros(1, 3, 32, 64)
+    image[..., 32:] = 1
+    (batch,) = multi_scaled([Batch(image, torch.zeros(0, 6), ())], 64, 32)
+    assert batch.images.shape == (1, 3, 64, 96), "32 * 1.5 = 48 is rounded up to the stride"
+    assert batch.images[..., :44].max() == 0 and batch.images[..., 52:].min() == 1
+
+
+def test_smallest_draw_never_gives_an_empty_image(monkeypatch):
+    monkeypatch.setattr(random, "randrange", lambda low, high: low)
+    (batch,) = multi_scaled(batches((1, 3, 32, 32)), 32, 32)
+    assert batch.images.shape == (1, 3, 32, 32)
+    (batch,) = multi_scaled(batches((1, 3, 64, 64)), 64, 64)
+    assert batch.images.shape == (1, 3, 64, 64)
+
+
+def test_single_image_of_one_cell_is_dropped_with_one_warning(caplog):
+    trainable = Trainable(32)
+    given = batches((2, 3, 32, 32), (1, 3, 64, 32), (1, 3, 32, 32), (4, 3, 64, 64))
+    for _ in range(2):
+        kept = list(trainable(given))
+        assert [id(batch) for batch in kept] == [id(given[i]) for i in (0, 1, 3)]
+    assert len(caplog.records) == 1 and "one image of 32 px is skipped" in caplog.text
+    with pytest.raises(ValueError, match="no batch can be trained"):
+        list(trainable(batches((1, 3, 32, 32))))

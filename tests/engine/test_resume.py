@@ -1,0 +1,204 @@
+"""Resumed runs end bit-equal to uninterrupted ones; what changes on resume takes effect and is said."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+import train
+from tests import small_run
+from tests.test_train import SLOW_WARMUP, Interrupted, interrupt_after, results_of
+from utils.engine import resume
+from utils.engine.checkpoint import read_checkpoint
+from utils.plots.run import read_results
+from utils.run.folder import NothingToDo
+
+SHORT_WARMUP = {"warmup_min_iters": 3, "warmup_epochs": 1.0}
+
+
+def assert_equal(a, b, path=""):
+    """Equal values of nested dicts, lists and tensors."""
+    assert type(a) is type(b), path
+    if isinstance(a, dict):
+        assert list(a) == list(b), path
+        for key in a:
+            assert_equal(a[key], b[key], f"{path}/{key}")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), path
+        for i, pair in enumerate(zip(a, b, strict=True)):
+            assert_equal(*pair, f"{path}/{i}")
+    else:
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, path
+
+
+def assert_same_end(run, reference):
+    """Weights, average, optimiser, random states and results of two finished runs, to the last bit."""
+    assert results_of(run) == results_of(reference)
+    a, b = (read_checkpoint(folder / "weights" / "last_full.pt") for folder in (run, reference))
+    assert_equal(a.optimizer, b.optimizer)
+    states = [resume.of(stored) for stored in (a, b)]
+    for state in states:
+        state.pop("options")
+    assert_equal(*states)
+    for name in ("last.pt", "best.pt", "init.pt"):
+        a, b = (read_checkpoint(folder / "weights" / name).model.state for folder in (run, reference))
+        assert_equal(a, b, name)
+    assert {p.name for p in (run / "weights").iterdir()} == {p.name for p in (reference / "weights").iterdir()}
+
+
+def interrupted(folder, monkeypatch, epoch, *flags, **options):
+    """The last.pt of a run that was interrupted after `epoch`."""
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        interrupt_after(epoch, patch)
+        small_run.run(folder, *flags, **options)
+    return folder / "runs" / "run" / "weights" / "last.pt"
+
+
+def resumed(last, *flags):
+    return small_run.run_line(["--resume", str(last), "--device", "cpu", *flags])
+
+
+@pytest.mark.parametrize(
+    ("flags", "hyp"),
+    [
+        (("--adam", "--linear-lr", "--ota-last", "2", "--subset-size", "4"), SHORT_WARMUP),
+        (("--seed", "5", "--workers", "2", "--fast-dataloader"), {}),
+        (("--image-weights", "--multi-scale", "--eval-interval", "2"), SHORT_WARMUP),
+        (("--max-iter", "1", "--seed", "5"), {}),
+        (("--resize-schedule", "0:64,1:96,2:32"), SHORT_WARMUP),
+        (("--overfit", "--subset-size", "4"), {}),
+        (("--fast", "--seed", "5", "--workers", "2"), SHORT_WARMUP),
+    ],
+    ids=lambda value: " ".join(value) or "stock" if isinstance(value, tuple) else "",
+)
+def test_interrupted_run_ends_bit_equal(flags, hyp, tmp_path, monkeypatch):
+    flags = ("--epochs", "3", "--batch-size", "2", *flags)
+    reference = small_run.run(tmp_path, *flags, "--name", "reference", hyp=hyp)
+    last = interrupted(tmp_path, monkeypatch, 1, *flags, hyp=hyp)
+    assert_same_end(resumed(last), reference)
+
+
+def test_every_epoch_may_be_interrupted(tmp_path, monkeypatch):
+    reference = small_run.run(tmp_path, "--epochs", "4", "--name", "reference", hyp=SHORT_WARMUP)
+    last = interrupted(tmp_path, monkeypatch, 0, "--epochs", "4", hyp=SHORT_WARMUP)
+    for epoch in (1, 2):
+        with monkeypatch.context() as patch, pytest.raises(Interrupted):
+            interrupt_after(epoch, patch)
+            resumed(last)
+    assert_same_end(resumed(last), reference)
+
+
+def test_killed_after_the_last_epoch_is_finished(tmp_path, monkeypatch):
+    reference = small_run.run(tmp_path, "--name", "reference")
+    last = interrupted(tmp_path, monkeypatch, 1)
+    assert read_checkpoint(last).optimizer is not None
+    assert_same_end(resumed(last), reference)
+    with pytest.raises(NothingToDo, match="finished its 2 epochs"):
+        resumed(last)
+
+
+def test_killed_while_it_strips(tmp_path, monkeypatch):
+    reference = small_run.run(tmp_path, "--name", "reference")
+    calls, rebuild = [], train.rebuild
+
+    def rebuild_once(stored):
+        calls.append(stored)
+        if len(calls) == 2:
+            raise Interrupted
+        return rebuild(stored)
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(train, "rebuild", rebuild_once)
+        small_run.run(tmp_path)
+    last = tmp_path / "runs" / "run" / "weights" / "last.pt"
+    assert read_checkpoint(last.with_name("best.pt")).optimizer is None, "the first one is done"
+    assert read_checkpoint(last).optimizer is not None, "last.pt says that something is left to do"
+    assert_same_end(resumed(last), reference)
+
+
+# ---- what changes on the way ---------------------------------------------------------------------------------------
+
+
+def rates_of(run):
+    """Learning rate of the first group in each epoch."""
+    header, *rows = (run / "results.csv").read_text().splitlines()
+    return [float(row.split(",")[header.split(",").index("x/lr0")]) for row in rows]
+
+
+def test_more_epochs_follow_the_longer_schedule_at_once(tmp_path, caplog):
+    hyp = {"warmup_min_iters": 1, "warmup_epochs": 0.0}
+    long = small_run.run(tmp_path, "--epochs", "6", "--linear-lr", "--name", "long", hyp=hyp)
+    short = small_run.run(tmp_path, "--epochs", "3", "--linear-lr", hyp=hyp)
+    with caplog.at_level(logging.INFO):
+        resumed(short / "weights" / "last.pt", "--epochs", "6")
+    assert rates_of(short)[3:] == rates_of(long)[3:] and rates_of(short)[2] < rates_of(short)[3]
+    assert "Changed since the checkpoint: epochs 3 -> 6" in caplog.text
+    assert read_results(short / "results.txt")[:, 0].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_another_batch_size(tmp_path, monkeypatch, caplog):
+    hyp = {"warmup_min_iters": 1, "warmup_epochs": 0.0}
+    last = interrupted(tmp_path, monkeypatch, 0, "--batch-size", "2", "--epochs", "3", hyp=hyp)
+    before = read_checkpoint(last).optimizer["param_groups"][1]["weight_decay"]
+    with caplog.at_level(logging.INFO):
+        run = resumed(last, "--batch-size", "6", "--workers", "1")
+    assert "total_batch_size 2 -> 6" in caplog.text and "workers 0 -> 1" in caplog.text
+    after = read_checkpoint(run / "weights" / "last_full.pt")
+    assert before == small_run.HYP["weight_decay"] and after.extra["full_state"]["accumulate"] == 11  # 64 / 6
+    assert after.optimizer["param_groups"][1]["weight_decay"] == pytest.approx(before * 6 * 11 / 64)
+    assert after.extra["full_state"]["options"]["total_batch_size"] == 6
+
+
+def test_changed_hyper_parameters_are_named(tmp_path, monkeypatch, caplog):
+    last = interrupted(tmp_path, monkeypatch, 0, hyp={"warmup_min_iters": 1, "warmup_epochs": 0.0})
+    text = (tmp_path / "hyp.yaml").read_text()
+    (tmp_path / "hyp.yaml").write_text(text.replace("lr0: 0.01", "lr0: 0.02"))
+    run = resumed(last)
+    assert "hyp.yaml has changed since the checkpoint" in caplog.text and "lr0 0.01 -> 0.02" in caplog.text
+    assert rates_of(run) == pytest.approx([0.01, 0.02])
+
+
+def test_file_without_a_full_state_goes_on(tmp_path, monkeypatch, caplog):
+    last = interrupted(tmp_path, monkeypatch, 0)
+    content = torch.load(last, weights_only=False)
+    del content["full_state"]
+    torch.save(content, last)
+    with caplog.at_level(logging.INFO):
+        run = resumed(last)
+    assert "last.pt holds no full state" in caplog.text
+    assert read_results(run / "results.txt")[:, 0].tolist() == [0, 1]
+
+
+DAMAGES = (
+    lambda state: state.pop("maps"),
+    lambda state: state["ema"].clear(),
+    lambda state: state.update(options=None),
+    lambda state: state["random_states"][0].pop("numpy"),
+    lambda state: state["random_states"][0].update(torch=torch.zeros(3)),
+)
+
+
+def test_damaged_state_is_refused(tmp_path, monkeypatch):
+    last = interrupted(tmp_path, monkeypatch, 0)
+    for damage in DAMAGES:
+        content = torch.load(last, weights_only=False)
+        damage(content["full_state"])
+        torch.save(content, last.with_name("damaged.pt"))
+        with pytest.raises(ValueError, match="full state is damaged|random states of the checkpoint cannot be used"):
+            resumed(last.with_name("damaged.pt"))
+
+
+def test_stock_entries_stay_in_half_precision(tmp_path, monkeypatch):
+    stored = read_checkpoint(interrupted(tmp_path, monkeypatch, 0, hyp=SLOW_WARMUP))
+    state = resume.of(stored)
+    for name in ("model", "ema"):
+        rounded = getattr(stored, name).state
+        exact = state[name]
+        assert list(rounded) == list(exact)
+        assert all(torch.equal(rounded[key], exact[key].to(rounded[key].dtype)) for key in exact)
+    weight = state["model"]["model.1.conv.weight"]
+    assert weight.dtype == torch.float32 and not torch.equal(weight, weight.half().float())
+    assert state["scheduler"] == {"last_epoch": 0} and len(state["random_states"]) == 1
+    assert state["hyp"] == small_run.HYP | SLOW_WARMUP and state["options"]["epochs"] == 2
+    assert np.isfinite(state["results"]).all() and len(state["maps"]) == 2

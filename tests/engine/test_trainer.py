@@ -1,0 +1,273 @@
+"""The state of a training run: its steps by hand, what is frozen, and how it is taken up again."""
+
+from copy import deepcopy
+
+import numpy as np
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from tests.tiny_model import tiny_model
+from utils.engine.batches import Batch
+from utils.engine.checkpoint import read_checkpoint, save
+from utils.engine.ema import ModelEMA
+from utils.engine.optimizer import build_optimizer, lr_factor
+from utils.engine.trainer import Training, freeze_layers, precision_of
+
+HYP = {"warmup_bias_lr": 0.1, "warmup_momentum": 0.8, "momentum": 0.9}
+LR0 = 0.01
+
+
+def batch(seed=0):
+    images = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(seed))
+    return Batch(images, torch.zeros(0, 6), ("a.png", "b.png"))
+
+
+def squares(maps, targets, images):
+    """A loss without targets; its items are told apart by their values."""
+    loss = sum(level.square().mean() for level in maps)
+    return loss, torch.tensor([1.0, 2.0, 3.0, loss.item()])
+
+
+def new_training(total_batch=16, epochs=10, adam=False, nc=2, seed=0, loss_factor=1.0, first_epoch=0, num_warmup=100):
+    torch.manual_seed(seed)
+    model = tiny_model(nc)
+    optimizer = build_optimizer(model, LR0, HYP["momentum"], 0.0005, adam)
+    scheduler = LambdaLR(optimizer, lr_factor(epochs, 0.1))
+    training = Training(model, HYP, total_batch, optimizer, scheduler, ModelEMA(model))
+    training.start(model, squares, loss_factor, first_epoch, num_warmup)
+    return training
+
+
+def run(training, updates):
+    training.begin_epoch()
+    for seed in range(updates):
+        training.forward_backward(batch(seed))
+        training.update()
+    return training
+
+
+def gradients(training):
+    return {name: p.grad.clone() for name, p in training.model.named_parameters() if p.grad is not None}
+
+
+# ---- one step -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("total_batch", "accumulate"), [(1, 64), (16, 4), (20, 3), (64, 1), (384, 1)])
+def test_accumulation_starts_with_the_nominal_batch(total_batch, accumulate):
+    assert new_training(total_batch).accumulate == accumulate
+
+
+def test_warm_up_by_hand():
+    training = new_training(total_batch=16)
+    training.warm_up(50, epoch=0)
+    assert training.accumulate == 2  # 1 + 0.5 * (4 - 1) = 2.5, rounded to the even number
+    assert [group["lr"] for group in training.optimizer.param_groups] == pytest.approx([0.005, 0.005, 0.055])
+    assert [group["momentum"] for group in training.optimizer.param_groups] == pytest.approx([0.85] * 3)
+
+    training.warm_up(100, epoch=5)  # half way down the cosine from 1 to 0.1
+    rates = [group["lr"] for group in training.optimizer.param_groups]
+    assert rates == pytest.approx([LR0 * 0.55] * 3) and training.accumulate == 4
+    training.accumulate = 3
+    training.warm_up(101, epoch=9)
+    assert [group["lr"] for group in training.optimizer.param_groups] == rates and training.accumulate == 3
+
+
+def test_gradients_add_up_and_are_not_averaged():
+    training = new_training(loss_factor=1.0)
+    training.begin_epoch()
+    items = training.forward_backward(batch(0))
+    assert items[:3].tolist() == [1, 2, 3] and items[3] > 0
+    first = gradients(training)
+    training.forward_backward(batch(0))
+    twice = gradients(training)
+    for name, gradient in first.items():
+        assert torch.allclose(twice[name], 2 * gradient, rtol=1e-4, atol=1e-6), name
+
+    scaled = new_training(loss_factor=4.0)
+    scaled.begin_epoch()
+    scaled.forward_backward(batch(0))
+    for name, gradient in gradients(scaled).items():
+        assert torch.allclose(gradient, 4 * first[name], rtol=1e-4, atol=1e-6), name
+
+
+def test_update_moves_weights_and_average_and_clears_gradients():
+    training = new_training()
+    before = deepcopy(training.model.state_dict())
+    run(training, 1)
+    weight = "model.0.conv.weight"
+    assert not torch.equal(training.model.state_dict()[weight], before[weight])
+    assert training.ema.updates == 1 and not gradients(training)
+    decay = training.ema.decay(1)
+    expected = before[weight] * decay + training.model.state_dict()[weight] * (1 - decay)
+    assert torch.allclose(training.ema.ema.state_dict()[weight], expected)
+
+
+def test_epoch_drops_left_over_gradients():
+    training = new_training()
+    training.forward_backward(batch())
+    training.model.eval()
+    assert gradients(training)
+    training.begin_epoch()
+    assert not gradients(training) and training.model.training
+
+
+def test_schedule_is_one_epoch_late():
+    training = new_training(epochs=10)
+    factor = lr_factor(10, 0.1)
+    run(training, 1)
+    assert training.end_epoch() == [LR0] * 3
+    rates = [training.end_epoch()[0] for _ in range(3)]
+    assert rates == pytest.approx([LR0 * factor(0), LR0 * factor(1), LR0 * factor(2)])
+
+
+def test_step_updates_every_so_many_batches():
+    training = new_training(total_batch=32, num_warmup=0)
+    training.begin_epoch()
+    updates = []
+    for i in range(1, 6):  # iteration 0 would be warm-up
+        training.step(i, 0, batch(i))
+        updates.append(training.ema.updates)
+    assert training.accumulate == 2 and updates == [0, 1, 1, 2, 2]
+    assert training.late_items().shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "expected"),
+    [(None, "cuda", torch.float16), (None, "cpu", None), ("fp16", "cuda", torch.float16), ("off", "cuda", None),
+     ("bf16", "cuda", torch.bfloat16), ("bf16", "cpu", torch.bfloat16), ("off", "cpu", None)],
+)  # fmt: skip
+def test_precision(name, device, expected, caplog):
+    assert precision_of(name, device) is expected and not caplog.records
+
+
+def test_half_precision_is_for_gpus(caplog):
+    assert precision_of("fp16", "cpu") is None and "--amp fp16 is for GPUs" in caplog.text
+
+
+# ---- freezing -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layers", "frozen"), [([0], set()), ([2], {0, 1}), ([0, 1, 3], {0, 1, 3}), ([5], {0, 1, 2, 3, 4}), ([1, 1], {1})]
+)
+def test_freeze(layers, frozen):
+    model = tiny_model()
+    model.model[2].requires_grad_(False)  # what was frozen before is released
+    freeze_layers(model, layers)
+    still = {i for i, layer in enumerate(model.model) if not any(p.requires_grad for p in layer.parameters())}
+    trained = {i for i, layer in enumerate(model.model) if all(p.requires_grad for p in layer.parameters())}
+    assert still == frozen and trained == set(range(6)) - frozen
+
+
+def test_frozen_layers_keep_weights_but_not_statistics():
+    training = new_training()
+    freeze_layers(training.model, [1])
+    before = deepcopy(training.model.state_dict())
+    run(training, 2)
+    after = training.model.state_dict()
+    assert torch.equal(after["model.0.conv.weight"], before["model.0.conv.weight"])
+    assert torch.equal(after["model.0.bn.weight"], before["model.0.bn.weight"])
+    assert not torch.equal(after["model.0.bn.running_mean"], before["model.0.bn.running_mean"])
+    assert not torch.equal(after["model.1.conv.weight"], before["model.1.conv.weight"])
+
+
+def test_freezing_everything_is_refused():
+    with pytest.raises(ValueError, match="--freeze 6 leaves no layer"):
+        freeze_layers(tiny_model(), [6])
+
+
+# ---- taking up a run ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """The checkpoint of a run after epoch 4, through a file."""
+    training = run(new_training(epochs=10), 3)
+    for group in training.optimizer.param_groups:
+        group["lr"] = 0.00777
+    save(training.checkpoint(4, 0.5, "results\n"), tmp_path / "last.pt")
+    return read_checkpoint(tmp_path / "last.pt")
+
+
+def test_checkpoint_content():
+    training = run(new_training(), 2)
+    content = training.checkpoint(3, 0.125, "a line\n")
+    assert (content["epoch"], content["best_fitness"], content["training_results"]) == (3, 0.125, "a line\n")
+    assert content["updates"] == 2 and content["scaler"] == training.scaler.state_dict()
+    for name, value in training.ema.ema.state_dict().items():
+        assert torch.equal(content["ema"].state_dict()[name], value.half() if value.is_floating_point() else value)
+    assert content["optimizer"]["param_groups"][0]["initial_lr"] == LR0
+    momentum = content["optimizer"]["state"][0]["momentum_buffer"]
+    assert momentum.dtype == torch.float32 and momentum.abs().sum() > 0
+
+
+def test_restore(stored):
+    training = new_training(seed=1)
+    progress = training.restore(stored, epochs=10, nc=2)
+    assert (progress.start_epoch, progress.epochs, progress.best_fitness) == (5, 10, 0.5)
+    assert progress.results_text == "results\n" and progress.results == (0.0,) * 7
+    assert np.array_equal(progress.maps, [0, 0])
+    assert training.ema.updates == 3
+    for name, value in training.ema.ema.state_dict().items():
+        assert value.dtype != torch.float16 and torch.equal(value, stored.ema.state[name].to(value.dtype))
+    assert [group["lr"] for group in training.optimizer.param_groups] == [0.00777] * 3
+    assert [group["initial_lr"] for group in training.optimizer.param_groups] == [LR0] * 3
+    own = training.optimizer.state_dict()["state"]
+    assert set(own) == set(stored.optimizer["state"]) and len(own) > 10
+    for key, value in stored.optimizer["state"].items():
+        assert torch.equal(own[key]["momentum_buffer"], value["momentum_buffer"])
+
+
+def test_restored_run_continues_the_schedule(stored):
+    training = new_training(epochs=10)
+    progress = training.restore(stored, epochs=10, nc=2)
+    training.start(training.model, squares, 1.0, progress.start_epoch, num_warmup=0)
+    run(training, 1)
+    assert training.end_epoch() == [0.00777] * 3, "the rate in force is that of the checkpoint"
+    assert training.end_epoch()[0] == pytest.approx(LR0 * lr_factor(10, 0.1)(5))
+
+
+def test_nothing_to_restore(stored):
+    def untouched(checkpoint, nc=2):
+        training = new_training(seed=1, nc=nc)
+        before = deepcopy(training.ema.ema.state_dict())
+        progress = training.restore(checkpoint, epochs=10, nc=nc)
+        assert all(torch.equal(value, before[name]) for name, value in training.ema.ema.state_dict().items())
+        assert training.ema.updates == 0 and not training.optimizer.state
+        assert (progress.start_epoch, progress.epochs, progress.best_fitness, len(progress.maps)) == (0, 10, 0.0, nc)
+
+    untouched(None)
+    untouched(stored, nc=3)
+    stored.epoch = None
+    untouched(stored)
+    stored.epoch, stored.optimizer = -1, None  # stripped
+    untouched(stored)
+
+
+def test_restore_from_a_file_with_gaps(stored):
+    stored.best_fitness = stored.training_results = stored.updates = stored.scaler = None
+    training = new_training()
+    progress = training.restore(stored, epochs=10, nc=2)
+    assert (progress.start_epoch, progress.best_fitness, progress.results_text) == (5, 0.0, "")
+    assert training.ema.updates == 0
+    stored.ema = None
+    assert new_training().restore(stored, epochs=10, nc=2).start_epoch == 5
+
+
+def test_more_epochs_than_asked_for(stored):
+    assert new_training().restore(stored, epochs=6, nc=2).epochs == 6
+    assert new_training().restore(stored, epochs=3, nc=2).epochs == 7  # 3 + epoch 4
+    for epochs in (5, 1):
+        with pytest.raises(ValueError, match="last.pt has had 5 epochs, so --epochs .* leaves nothing to train"):
+            new_training().restore(stored, epochs=epochs, nc=2)
+
+
+def test_state_of_another_optimizer_is_refused(stored):
+    with pytest.raises(ValueError, match="last.pt holds the state of another optimizer.*--adam"):
+        new_training(adam=True).restore(stored, epochs=10, nc=2)
+    for damaged in ({}, {"param_groups": []}, {"param_groups": 5}, {"param_groups": stored.optimizer["param_groups"]}):
+        stored.optimizer = damaged
+        with pytest.raises(ValueError, match="last.pt holds the state of another optimizer"):
+            new_training().restore(stored, epochs=10, nc=2)

@@ -1,0 +1,158 @@
+"""Checkpoints by a thread: the same files, from a snapshot, in order, and no silent failure."""
+
+import threading
+import time
+from copy import deepcopy
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests import small_run
+from tests.engine.test_trainer import new_training, run
+from utils.engine import checkpoint
+from utils.engine.checkpoint import Checkpoints, read_checkpoint
+from utils.fast.async_checkpoint import BackgroundCheckpoints, snapshot
+from utils.loggers.results import RunReport
+from utils.run import fast_paths
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """`save` waits until the event is set."""
+    go, save = threading.Event(), checkpoint.save
+    monkeypatch.setattr(checkpoint, "save", lambda content, path: go.wait(20) and save(content, path))
+    yield go
+    go.set()
+
+
+def test_snapshot_shares_nothing():
+    content = {"a": torch.ones(2), "b": [torch.ones(1), (torch.ones(1), "x")], "c": None, "d": 3}
+    copy = snapshot(content)
+    for tensor in (content["a"], content["b"][0], content["b"][1][0]):
+        tensor.zero_()
+    assert copy["a"].tolist() == [1, 1] and copy["b"][0] == 1 and copy["b"][1][0] == 1
+    assert copy["b"][1][1] == "x" and copy["c"] is None and copy["d"] == 3 and isinstance(copy["b"][1], tuple)
+
+
+def test_files_hold_the_state_at_the_time_of_saving(tmp_path, held):
+    training = run(new_training(), 2)
+    checkpoints = BackgroundCheckpoints(tmp_path, epochs=10)
+    weights = deepcopy(training.model.state_dict())
+    momentum = training.optimizer.state_dict()["state"][0]["momentum_buffer"].clone()
+    checkpoints.after_epoch(lambda: training.checkpoint(0, 0.5, "text\n"), 0, is_best=True)
+    run(training, 2)  # goes on while nothing is written yet
+    assert not (tmp_path / "last.pt").exists()
+    held.set()
+    assert checkpoints.written() == [tmp_path / "last.pt", tmp_path / "best.pt"]
+    assert (tmp_path / "epoch_000.pt").exists() and not list(tmp_path.glob(".*"))
+    for path in checkpoints.written():
+        stored = read_checkpoint(path)
+        assert (stored.epoch, stored.updates, stored.training_results) == (0, 2, "text\n")
+        assert torch.equal(stored.optimizer["state"][0]["momentum_buffer"], momentum)
+        for name, value in stored.model.state.items():
+            assert torch.equal(value, weights[name].to(value.dtype)), name
+
+
+def test_same_files_as_without_the_thread(tmp_path):
+    for kind, folder in ((Checkpoints, tmp_path / "plain"), (BackgroundCheckpoints, tmp_path / "thread")):
+        training = run(new_training(), 1)
+        kind(folder, epochs=1).after_epoch(lambda t=training: t.checkpoint(0, 0.5, ""), 0, is_best=True)
+    checkpoints = BackgroundCheckpoints(tmp_path / "thread", epochs=1)
+    checkpoints.wait()
+    names = ["best.pt", "epoch_000.pt", "last.pt"]
+    for folder in (tmp_path / "plain", tmp_path / "thread"):
+        wait_for(folder / "last.pt"), wait_for(folder / "epoch_000.pt")
+        assert sorted(path.name for path in folder.glob("*.pt")) == names
+    plain, thread = (torch.load(tmp_path / kind / "last.pt", weights_only=False) for kind in ("plain", "thread"))
+    assert list(plain) == list(thread)
+    assert_same(plain["optimizer"], thread["optimizer"])
+    assert_same(plain["model"].state_dict(), thread["model"].state_dict())
+    assert_same(plain["ema"].state_dict(), thread["ema"].state_dict())
+
+
+def wait_for(path):
+    for _ in range(200):
+        if path.exists():
+            return
+        threading.Event().wait(0.05)
+
+
+def assert_same(first, second):
+    torch.testing.assert_close(second, first, rtol=0, atol=0)
+
+
+def test_order_is_kept_and_one_snapshot_at_most(tmp_path, held):
+    checkpoints, made = BackgroundCheckpoints(tmp_path, epochs=100), []
+    save_next = threading.Thread(target=lambda: [save(checkpoints, epoch, made) for epoch in (30, 31)])
+    save_next.start()
+    save_next.join(0.3)
+    assert save_next.is_alive() and made == [30], "the second waits before it copies anything"
+    held.set()
+    save_next.join(20)
+    checkpoints.wait()
+    assert made == [30, 31] and torch.load(tmp_path / "last.pt")["epoch"] == 31
+
+
+def test_an_epoch_counts_only_when_the_one_before_is_saved(tmp_path, monkeypatch):
+    """So that a kill loses one epoch at most, also where an epoch takes less time than its checkpoint."""
+    seen, save_now, epoch_done = [], checkpoint.save, RunReport.epoch_done
+
+    def note_what_is_saved(report, *args):
+        last = tmp_path / "runs/run/weights/last.pt"
+        seen.append(read_checkpoint(last).epoch if last.exists() else -1)
+        return epoch_done(report, *args)
+
+    monkeypatch.setattr(checkpoint, "save", lambda content, path: time.sleep(0.5) or save_now(content, path))
+    monkeypatch.setattr(RunReport, "epoch_done", note_what_is_saved)
+    assert small_run.program("train", small_run.arguments(tmp_path, "--epochs", "4", "--notest", "--fast-step")) == 0
+    assert seen == [-1, 0, 1, 2]
+
+
+def save(checkpoints, epoch, made):
+    def content():
+        made.append(epoch)
+        return {"epoch": epoch}
+
+    checkpoints.after_epoch(content, epoch, is_best=False)
+
+
+def test_a_failed_write_is_warned_about_and_raised_at_the_next_save(tmp_path, monkeypatch, caplog):
+    checkpoints = BackgroundCheckpoints(tmp_path, epochs=100)
+
+    def full(content, path):
+        raise OSError(28, "No space left on device", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", full)
+        checkpoints.after_epoch(lambda: {"epoch": 1}, 1, is_best=False)
+        with pytest.raises(OSError, match="No space left"):
+            checkpoints.after_epoch(lambda: {"epoch": 2}, 2, is_best=False)
+    assert "could not be written" in caplog.text and "last.pt" in caplog.text
+    checkpoints.after_epoch(lambda: {"epoch": 3}, 3, is_best=False)  # the error is told once
+    checkpoints.wait()
+    assert torch.load(tmp_path / "last.pt")["epoch"] == 3
+
+
+def test_a_failed_last_write_is_raised_before_the_files_are_read(tmp_path, monkeypatch):
+    checkpoints = BackgroundCheckpoints(tmp_path, epochs=1)
+    monkeypatch.setattr(checkpoint, "save", lambda content, path: 1 / 0)
+    checkpoints.after_epoch(lambda: {"epoch": 0}, 0, is_best=False)
+    with pytest.raises(ZeroDivisionError):
+        checkpoints.strip(None)
+
+
+def test_fast_step_has_its_checkpoints_written_by_a_thread():
+    flags = {"fast_step": False, "cuda_graph": False, "fast": False}
+    assert fast_paths.checkpoints(SimpleNamespace(**flags)) is Checkpoints
+    for name in flags:
+        assert fast_paths.checkpoints(SimpleNamespace(**flags | {name: True})) is BackgroundCheckpoints
+
+
+def test_a_whole_run_leaves_its_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(fast_paths, "checkpoints", lambda opt: BackgroundCheckpoints)
+    weights = small_run.run(tmp_path, "--epochs", "1") / "weights"
+    names = ["best.pt", "epoch_000.pt", "init.pt", "last.pt", "last_full.pt"]
+    assert sorted(path.name for path in weights.iterdir()) == names
+    assert read_checkpoint(weights / "last.pt").optimizer is None
+    assert read_checkpoint(weights / "last_full.pt").optimizer is not None

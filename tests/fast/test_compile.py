@@ -1,0 +1,236 @@
+"""The compiled model: what runs compiled and what does not, that it changes nothing, and that failing costs nothing."""
+
+import os
+from copy import deepcopy
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+
+from tests import small_run
+from tests.tiny_model import tiny_model
+from utils.config.options import train_parser
+from utils.fast import compile as compiled
+from utils.fast.compile import Settings
+from utils.loggers.results import NullReport, RunReport
+from utils.run import fast_paths
+
+SUCCESS = "Model compiled successfully"
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch, tmp_path):
+    """No settings from outside, kernels kept below the test's folder, and nothing left in torch's caches."""
+    for name in ("USE_COMPILE", "DIAGNOSE_COMPILE", "COMPILE_BACKEND", "COMPILE_MODE", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_FX_GRAPH_CACHE", os.environ.get("TORCHINDUCTOR_FX_GRAPH_CACHE", "1"))
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    torch.compiler.reset()
+
+
+def fails_in_forward(graph, inputs):
+    raise RuntimeError("no kernel for this\nand more")
+
+
+def fails_in_backward(graph, inputs):
+    def forward(module, _):
+        return module.forward
+
+    def backward(module, _):
+        raise RuntimeError("no kernel for the way back")
+
+    return aot_autograd(fw_compiler=forward, bw_compiler=backward)(graph, inputs)
+
+
+def new_model():
+    torch.manual_seed(0)
+    return tiny_model()
+
+
+def train(model, sizes=(4, 4, 3)):
+    """Train on batches of `sizes`; returns gradients (summed over batches) and state."""
+    for seed, size in enumerate(sizes):
+        images = torch.rand(size, 3, 64, 64, generator=torch.Generator().manual_seed(seed))
+        sum(level.square().mean() for level in model(images)).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()} | deepcopy(model.state_dict())
+
+
+def assert_equal(result, expected, **tolerance):
+    assert list(result) == list(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(result[name], value, msg=lambda text, n=name: f"{n}: {text}", **tolerance)
+
+
+def test_same_training_and_one_graph(caplog):
+    model, seconds = new_model(), []
+    with caplog.at_level("INFO"):
+        compiled.compile_model(model, Settings("aot_eager", "default"), seconds.append)
+        assert SUCCESS not in caplog.messages and not seconds
+        result = train(model)
+    assert_equal(result, train(new_model()), rtol=1e-5, atol=1e-6)
+    assert caplog.messages[0] == SUCCESS and caplog.messages[1].startswith("compiled in ")
+    assert len(seconds) == 1 and seconds[0] > 0
+    assert counters["stats"]["unique_graphs"] == 1, "the smaller last batch is not compiled"
+    assert result["model.0.bn.num_batches_tracked"] == 4  # building the model is the first
+
+
+class TwoHeads(torch.nn.Module):
+    """Predictions in a list for each head."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(3, n) for n in (2, 4))
+
+    def forward(self, images):
+        return [[layer(images)] for layer in self.layers]
+
+
+def test_a_model_of_several_heads(caplog):
+    caplog.set_level("INFO")
+    model = TwoHeads()
+    compiled.compile_model(model, Settings("eager", "default"), lambda seconds: None)
+    (first,), (second,) = model(torch.ones(5, 3))
+    assert first.shape == (5, 2) and second.shape == (5, 4)
+    assert SUCCESS in caplog.text and "failed" not in caplog.text
+
+
+def test_evaluation_copies_and_files_are_plain():
+    model = new_model()
+    compiled.compile_model(model, Settings("eager", "default"), lambda seconds: None)
+    images = torch.rand(2, 3, 64, 64)
+    model.eval()(images)
+    with torch.no_grad():
+        model.train()(images)
+    assert counters["stats"]["unique_graphs"] == 0
+    model(images)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert deepcopy(model)._compiled_call_impl is None
+    assert list(model.state_dict()) == list(new_model().state_dict())
+
+
+@pytest.mark.parametrize(
+    ("backend", "reason"),
+    [(fails_in_forward, "no kernel for this"), (fails_in_backward, "no kernel for the way back"),
+     ("nonsense", "nonsense")],
+    ids=["forward", "backward", "start"],
+)  # fmt: skip
+def test_failure_is_a_warning_and_changes_nothing(backend, reason, caplog):
+    model, seconds = new_model(), []
+    compiled.compile_model(model, Settings(backend, "default"), seconds.append)
+    assert_equal(train(model), train(new_model()), rtol=0, atol=0)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "runs as without it" in warning and reason in warning and "\n" not in warning
+    assert SUCCESS not in caplog.messages
+
+
+def test_an_error_of_the_model_itself_is_not_swallowed():
+    model = new_model()
+    compiled.compile_model(model, Settings("eager", "default"), lambda seconds: None)
+    with pytest.raises(RuntimeError, match="channels"):
+        model(torch.rand(2, 4, 64, 64))
+
+
+def test_data_parallel_is_left_alone(caplog):
+    model = new_model()
+    compiled.compile_model(torch.nn.DataParallel(model), Settings("aot_eager", "default"), lambda seconds: None)
+    assert model._compiled_call_impl is None and "torchrun" in caplog.text
+
+
+# ---- the environment -----------------------------------------------------------------------------------------------
+
+
+def test_settings(monkeypatch):
+    assert compiled.settings() is None
+    monkeypatch.setenv("USE_COMPILE", "0")
+    assert compiled.settings() is None
+    monkeypatch.setenv("USE_COMPILE", "1")
+    assert compiled.settings() == Settings("inductor", "default")
+    monkeypatch.setenv("COMPILE_BACKEND", "eager")
+    monkeypatch.setenv("COMPILE_MODE", "max-autotune-no-cudagraphs")
+    assert compiled.settings() == Settings("eager", "max-autotune-no-cudagraphs")
+    monkeypatch.setenv("COMPILE_MODE", "fastest")
+    with pytest.raises(ValueError, match="COMPILE_MODE=fastest.*max-autotune"):
+        compiled.settings()
+    monkeypatch.setenv("USE_COMPILE", "yes")
+    with pytest.raises(ValueError, match="USE_COMPILE=yes"):
+        compiled.settings()
+
+
+def test_kernels_outlive_the_run(monkeypatch, tmp_path, caplog):
+    compiled.use_lasting_cache()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "yolov7fast" / "inductor")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/chosen")
+    compiled.use_lasting_cache()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/chosen"
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    compiled.use_lasting_cache()
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ and "not kept" in caplog.text
+
+
+@pytest.mark.parametrize("flag", ["--multi-scale", "--rect"])
+def test_changing_sizes_run_eagerly(flag, monkeypatch, caplog):
+    monkeypatch.setenv("USE_COMPILE", "1")
+    model = new_model()
+    fast_paths.compile_model(model, train_parser().parse_args([flag]), None)
+    assert model._compiled_call_impl is None and f"no effect with {flag}" in caplog.text
+
+
+def test_without_the_variable_nothing_happens(caplog):
+    model = new_model()
+    fast_paths.compile_model(model, train_parser().parse_args([]), None)
+    assert model._compiled_call_impl is None and not caplog.records and not fast_paths.is_diagnosis()
+
+
+# ---- whole runs ----------------------------------------------------------------------------------------------------
+
+
+def results(folder):
+    """results.txt without the epoch and memory columns."""
+    return np.array([[float(word) for word in line.split()[2:]] for line in (folder / "results.txt").open()])
+
+
+def test_runs_compiled_and_after_a_failure(tmp_path, monkeypatch, caplog):
+    small_run.make_data(tmp_path, num_images=5)  # batches of 3 and 2
+    flags = "--epochs", "1"
+    plain = results(small_run.run(tmp_path, *flags))
+    monkeypatch.setenv("USE_COMPILE", "1")
+    monkeypatch.setenv("COMPILE_BACKEND", "eager")
+    with caplog.at_level("INFO"):
+        compiled_run = small_run.run(tmp_path, *flags)
+    assert caplog.messages.count(SUCCESS) == 1
+    np.testing.assert_allclose(results(compiled_run), plain, rtol=2e-3, atol=1e-4)
+    monkeypatch.setenv("COMPILE_BACKEND", "nonsense")
+    failed = small_run.run(tmp_path, *flags)
+    np.testing.assert_array_equal(results(failed), plain)
+    assert "compiling failed" in caplog.text
+
+
+def test_compile_time_is_not_the_epochs(tmp_path):
+    report = RunReport(tmp_path, 1, ["a"], pictures=False, tensorboard=False)
+    batches = report.epoch(0, range(2), 2)
+    began, bar_began = report.started, batches.start_t
+    report.exclude(3.5)
+    assert report.started == began + 3.5 and batches.start_t == bar_began + 3.5
+    NullReport().exclude(3.5)
+
+
+@pytest.mark.gpu
+def test_inductor_on_a_gpu(caplog):
+    model, plain = new_model().cuda(), new_model().cuda()
+    compiled.compile_model(model, Settings("inductor", "default"), lambda seconds: None)
+    images = torch.rand(4, 3, 64, 64, device="cuda")
+    with caplog.at_level("INFO"), torch.autocast("cuda"):
+        outputs, expected = model(images), plain(images)
+    assert SUCCESS in caplog.messages
+    for output, other in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(output.float(), other.float(), rtol=2e-2, atol=2e-2)
+    for buffer, other in zip(model.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(buffer, other, rtol=2e-2, atol=2e-2)

@@ -1,0 +1,238 @@
+"""Pictures: what is drawn where, that inputs stay as they were, and that odd inputs give a picture or a sentence."""
+
+import sys
+import threading
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from utils.metrics.detection import precision_recall_curves
+from utils.plots import images as image_grid
+from utils.plots import run
+
+LINE = "      {0}/3        0G   0.07249  0.002652   0.02917    0.1043        28        64"
+TEST = "  0.002876    0.1508  {0:.7f} 0.0001209    0.1261  0.003634   0.03906"
+
+
+def write_results(path, map50=(0.1, 0.3, 0.2)):
+    path.write_text("".join(LINE.format(k) + TEST.format(value) + "\n" for k, value in enumerate(map50)))
+    return path
+
+
+def size_of(path):
+    """Width and height of a picture that holds more than one colour."""
+    with Image.open(path) as picture:
+        assert np.ptp(np.asarray(picture.convert("L"))) > 100
+        return picture.size
+
+
+# ---- image grids
+
+
+def test_grid_goes_column_by_column():
+    images = np.zeros((3, 3, 320, 320), np.uint8)
+    for index in range(3):
+        images[index, index] = 255  # red, green, blue
+    grid = image_grid.plot_images(images, np.zeros((0, 6)), fname=None)
+    cell = 320 + image_grid.GAP
+    assert grid.shape == (2 * cell + image_grid.GAP, 2 * cell + image_grid.GAP, 3)
+    centres = [(160, 160), (160 + cell, 160), (160, 160 + cell)]  # row, column of images 0, 1, 2
+    assert [tuple(grid[centre]) for centre in centres] == [(255, 0, 0), (0, 255, 0), (0, 0, 255)]
+
+
+@pytest.mark.parametrize("kind", ["uint8 array", "float tensor"])
+def test_images_and_targets_are_never_modified(kind, tmp_path):
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (2, 3, 48, 64), dtype=np.uint8)
+    targets = np.array([(0, 1, 0.5, 0.5, 0.4, 0.4, 0.9), (1, 0, 0.2, 0.2, 0.1, 0.1, 0.1)])
+    if kind == "float tensor":
+        images, targets = torch.tensor(images) / 255, torch.tensor(targets)
+    before = [torch.as_tensor(images).clone(), torch.as_tensor(targets).clone()]
+    image_grid.plot_images(images, targets, ["a/b.jpg", "c.jpg"], tmp_path / "new" / "grid.jpg")
+    assert torch.equal(before[0], torch.as_tensor(images)) and torch.equal(before[1], torch.as_tensor(targets))
+    assert size_of(tmp_path / "new" / "grid.jpg") == (2 * 256 + 12, 192 + 8)
+
+
+def test_float_and_integer_images_look_alike():
+    images = np.random.default_rng(1).integers(0, 256, (1, 3, 32, 32), dtype=np.uint8)
+    grids = [image_grid.plot_images(x, np.zeros((0, 6)), fname=None) for x in (images, torch.tensor(images) / 255)]
+    assert np.array_equal(*grids)
+
+
+def test_box_is_drawn_at_its_corners_in_the_colour_of_its_class():
+    images = np.zeros((1, 3, 320, 320), np.uint8)
+    grid = image_grid.plot_images(images, np.array([(0, 2, 0.5, 0.5, 0.5, 0.25)]), fname=None)
+    cell = grid[image_grid.GAP :, image_grid.GAP :]
+    colour = tuple(int(image_grid.PALETTE[2][k : k + 2], 16) for k in (1, 3, 5))
+    assert tuple(cell[200, 160]) == colour  # bottom edge: y = 0.5 + 0.125
+    assert tuple(cell[160, 80]) == tuple(cell[160, 240]) == colour  # left and right edge
+    assert tuple(cell[160, 160]) == (0, 0, 0)
+
+
+def test_uncertain_detections_are_not_drawn():
+    images = np.zeros((1, 3, 320, 320), np.uint8)
+    box = (0, 2, 0.5, 0.5, 0.5, 0.25)
+    grids = [image_grid.plot_images(images, np.array([(*box, conf)]), fname=None) for conf in (0.25, 0.26)]
+    assert grids[0].max() == 0x20 and grids[1].max() > 100  # nothing but the gaps; a box
+
+
+def test_more_images_than_cells_and_larger_ones_than_a_cell():
+    grid = image_grid.plot_images(torch.zeros(5, 3, 100, 800), np.zeros((0, 6)), fname=None, max_subplots=4)
+    assert grid.shape == (2 * 80 + 3 * image_grid.GAP, 2 * 640 + 3 * image_grid.GAP, 3)
+
+
+def test_no_image_is_an_error_that_names_the_file():
+    with pytest.raises(ValueError, match="nothing.jpg: there is no image"):
+        image_grid.plot_images(np.zeros((0, 3, 8, 8), np.uint8), np.zeros((0, 6)), fname="nothing.jpg")
+
+
+def test_nan_boxes_and_unknown_classes_do_no_harm():
+    targets = np.array([(0, 9, np.nan, 0.5, 0.5, 0.5), (0, 9, 0.5, 0.5, 3.0, 0.5), (0, 9, 0.5, 0.5, -0.1, 0.5)])
+    assert image_grid.plot_images(np.zeros((1, 3, 64, 64), np.uint8), targets, fname=None, names=["one"]).max() > 100
+
+
+def test_output_to_targets_by_hand():
+    output = [torch.tensor([(10.0, 20, 30, 60, 0.9, 3)]), torch.zeros(0, 6), torch.tensor([(0.0, 0, 100, 200, 0.5, 1)])]
+    rows = run.output_to_targets(output, width=100, height=200)
+    np.testing.assert_allclose(
+        rows, [(0, 3, 0.2, 0.2, 0.2, 0.2, 0.9), (2, 1, 0.5, 0.5, 1, 1, 0.5)], rtol=1e-6
+    )  # fmt: skip
+    assert run.output_to_targets([], 100, 100).shape == (0, 7)
+
+
+def test_class_names_from_lists_dicts_and_nothing():
+    assert [image_grid.class_name(names, 1.0) for names in (["a", "b"], {1: "b"}, {0: "a"}, ["a"], None)] == [
+        "b", "b", "1", "1", "1"
+    ]  # fmt: skip
+
+
+# ---- results
+
+
+def test_class_names_that_cannot_be_drawn_as_they_are(tmp_path, recwarn):
+    names = ["é", "名", "a\nb", "$x$y", "\ud800"]
+    drawn = [image_grid.class_name(names, index) for index in range(5)]
+    assert drawn == ["é", "\\u540d", "a\\nb", "$x$y", "\\ud800"]
+    images, rows = np.zeros((1, 3, 64, 64), np.uint8), np.array([(0, index, 0.5, 0.5, 0.4, 0.4) for index in range(5)])
+    image_grid.plot_images(images, rows, ["名\n.jpg"], tmp_path / "grid.jpg", names)
+    chart = run.plot_labels(np.array([(index, 0.5, 0.5, 0.4, 0.4) for index in range(5)]), names, tmp_path)
+    assert size_of(tmp_path / "grid.jpg") and size_of(chart)
+    assert not [warning for warning in recwarn if "Glyph" in str(warning.message)]
+
+
+def test_read_results_by_hand(tmp_path):
+    table = run.read_results(write_results(tmp_path / "results.txt"))
+    assert table.shape == (3, 15)
+    np.testing.assert_allclose(table[1, [0, 1, 2, 5, 6, 7, 10, 14]], [1, 0, 0.07249, 0.1043, 28, 64, 0.3, 0.03906])
+
+
+def test_half_lines_untested_epochs_and_nan_are_understood(tmp_path):
+    file = tmp_path / "results.txt"
+    file.write_text(f"{LINE.format(0)} 0 0 0 0 0 0 0\n{LINE.format(1)} nan 0 0 0 1 nan 1\n{LINE.format(2)}  0.1")
+    table = run.read_results(file)
+    assert table[:, 0].tolist() == [0, 1]
+    assert np.isnan(table[0, 8:]).all() and np.isnan(table[1, [8, 13]]).all() and table[1, 12] == 1
+    assert run.plot_results(tmp_path) == tmp_path / "results.png"
+
+
+def test_results_pictures(tmp_path):
+    write_results(tmp_path / "results.txt")
+    other = write_results(tmp_path / "other.txt", map50=(0.0, 0.5))
+    assert size_of(run.plot_results(tmp_path))[0] > 2000
+    assert size_of(run.compare_results({"a": tmp_path / "results.txt", "b": other}, tmp_path / "ab" / "ab.png"))
+
+
+def test_no_finished_epoch_is_said_and_a_missing_file_is_an_error(tmp_path, caplog):
+    (tmp_path / "results.txt").write_text("")
+    assert run.plot_results(tmp_path) is None
+    assert "no finished epoch" in caplog.text
+    with pytest.raises(ValueError, match="gone.txt does not exist"):
+        run.compare_results({"a": tmp_path / "gone.txt"}, tmp_path / "ab.png")
+
+
+# ---- curves, confusion, labels, searches
+
+
+@pytest.mark.parametrize("num_classes", [1, 3, 30])
+def test_curves_of_few_and_many_classes(num_classes, tmp_path):
+    rng = np.random.default_rng(0)
+    predicted, labels = rng.integers(0, num_classes, 200), np.repeat(np.arange(num_classes), 4)
+    curves = precision_recall_curves(rng.random((200, 10)) > 0.5, rng.random(200), predicted, labels)
+    files = run.plot_curves(curves, tmp_path, [f"class {k}" for k in range(num_classes)])
+    assert [file.name for file in files] == ["PR_curve.png", "F1_curve.png", "P_curve.png", "R_curve.png"]
+    assert all(size_of(file)[0] > 1000 for file in files)
+
+
+def test_curves_without_classes_are_said_not_drawn(tmp_path, caplog):
+    empty = precision_recall_curves(np.zeros((0, 10), bool), np.zeros(0), np.zeros(0), np.zeros(0))
+    assert run.plot_curves(empty, tmp_path, ["a"]) == []
+    assert "no class with labels" in caplog.text and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("num_classes", [1, 80])
+def test_confusion_matrix(num_classes, tmp_path):
+    matrix = np.eye(num_classes + 1)
+    matrix[:, 0] = 0  # a class that nobody has seen
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        path = run.plot_confusion_matrix(matrix, [f"name {k}" for k in range(num_classes)], tmp_path)
+    assert path.name == "confusion_matrix.png" and size_of(path)[0] > 800
+
+
+def test_labels_picture(tmp_path, caplog):
+    rng = np.random.default_rng(0)
+    labels = np.concatenate((rng.integers(0, 50, (1000, 1)), rng.random((1000, 4))), axis=1)
+    assert size_of(run.plot_labels(labels, {0: "zero"}, tmp_path))[0] > 1000
+    assert run.plot_labels([], ["a"], tmp_path) is None
+    assert "no labels" in caplog.text
+
+
+def test_evolution_picture_and_its_columns(tmp_path):
+    table = np.random.default_rng(0).random((4, 9))
+    np.savetxt(tmp_path / "evolve.txt", table, header="P R mAP mAP box obj cls lr0 lrf")
+    assert size_of(run.plot_evolution(tmp_path / "evolve.txt", ["lr0", "lrf"], tmp_path))
+    with pytest.raises(ValueError, match="9 columns, not 7 results and 3"):
+        run.plot_evolution(tmp_path / "evolve.txt", ["lr0", "lrf", "box"], tmp_path)
+
+
+def test_study_picture(tmp_path):
+    np.savetxt(tmp_path / "study_coco_tiny.txt", np.random.default_rng(0).random((3, 13)))
+    assert size_of(run.plot_study([tmp_path / "study_coco_tiny.txt"], tmp_path / "study.png"))
+
+
+def test_pictures_touch_no_random_generator_and_no_pyplot(tmp_path):
+    np.random.seed(5)
+    torch.manual_seed(5)
+    expected = np.random.random(), torch.rand(1).item()
+    np.random.seed(5)
+    torch.manual_seed(5)
+    write_results(tmp_path / "results.txt")
+    run.plot_results(tmp_path)
+    run.plot_labels(np.full((900, 5), 0.5), ["a"], tmp_path)
+    image_grid.plot_images(torch.zeros(2, 3, 32, 32), torch.zeros(0, 6), fname=None)
+    assert (np.random.random(), torch.rand(1).item()) == expected
+    assert "matplotlib.pyplot" not in sys.modules
+
+
+# ---- the drawing thread
+
+
+def test_background_runs_in_another_thread_in_order():
+    seen = []
+    for number in range(5):
+        run.in_background(lambda k: seen.append((k, threading.current_thread().name)), number)
+    run.wait_for_background()
+    assert [number for number, _ in seen] == list(range(5))
+    assert {name.split("_")[0] for _, name in seen} == {"plots"}
+
+
+def test_background_error_is_logged_and_the_next_picture_drawn(caplog):
+    seen = []
+    run.in_background(image_grid.plot_images, np.zeros((0, 3, 8, 8)), np.zeros((0, 6)), fname="nothing.jpg")
+    run.in_background(seen.append, 1)
+    run.wait_for_background()
+    assert seen == [1]
+    assert "plot_images failed" in caplog.text and "nothing.jpg" in caplog.text

@@ -1,0 +1,205 @@
+"""How the programs end: status, streams, and one sentence instead of a traceback."""
+
+import logging
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from utils.run import entry
+from utils.run.folder import NothingToDo
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = """
+import logging
+from utils import cli
+
+def main(opt):
+    logging.getLogger("a").info("some news")
+    logging.getLogger("a").warning("look out")
+    logging.getLogger("a").debug("noise")
+    raise ValueError("wrong")
+
+cli.run(main, None)
+print("never reached")
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_traceback(monkeypatch):
+    monkeypatch.delenv("YOLOV7FAST_TRACEBACK", raising=False)
+
+
+def raises(error):
+    def main(opt):
+        raise error
+
+    return main
+
+
+def test_options_arrive_and_the_program_goes_on():
+    seen = []
+    assert entry.run(seen.append, "options") is None and seen == ["options"]
+
+
+def test_wrong_input_is_one_line_and_status_2(capsys):
+    with pytest.raises(SystemExit) as caught:
+        entry.run(raises(ValueError("a.yaml: no such file")), None)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == "error: a.yaml: no such file\n"
+
+
+def test_traceback_on_request(monkeypatch):
+    monkeypatch.setenv("YOLOV7FAST_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="broken"):
+        entry.run(raises(ValueError("broken")), None)
+
+
+def test_a_log_that_nobody_reads_is_no_error(monkeypatch, capsys):
+    monkeypatch.setattr(logging.root, "handlers", [])
+
+    def main(opt):
+        monkeypatch.setattr(logging.root.handlers[0].stream, "write", lambda text: raises(BrokenPipeError)(opt))
+        logging.getLogger("a").info("some news")
+
+    entry.run(main, None)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_file_that_fails_in_a_thread_is_one_line(monkeypatch, capsys, caplog):
+    """A daemon of TensorBoard's that finds the disk full; an error of the code stays a traceback."""
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+
+    def main(opt):
+        for error in (OSError(28, "No space left on device"), TypeError("a bug")):
+            thread = threading.Thread(target=raises(error), args=(opt,))
+            thread.start()
+            thread.join()
+
+    entry.run(main, None)
+    assert caplog.messages == ["a file is not complete: [Errno 28] No space left on device"]
+    err = capsys.readouterr().err
+    assert "TypeError: a bug" in err and "No space" not in err
+
+
+def test_nothing_to_do_is_no_error(caplog):
+    with caplog.at_level("INFO"):
+        assert entry.run(raises(NothingToDo("the run is finished")), None) is None
+    assert "the run is finished" in caplog.text
+
+
+def test_other_errors_keep_their_traceback():
+    with pytest.raises(KeyError):
+        entry.run(raises(KeyError("bug")), None)
+
+
+@pytest.mark.parametrize(("rank", "level"), [(None, logging.INFO), ("0", logging.INFO), ("1", logging.WARNING)])
+def test_other_ranks_only_warn(rank, level, monkeypatch):
+    chosen = {}
+    monkeypatch.setattr(logging, "basicConfig", lambda **settings: chosen.update(settings))
+    monkeypatch.delenv("RANK", raising=False)
+    if rank:
+        monkeypatch.setenv("RANK", rank)
+    entry.run(lambda opt: None, None)
+    assert chosen["level"] == level
+
+
+def test_other_ranks_do_not_repeat_what_all_read(monkeypatch, capsys):
+    def main(opt):
+        logging.getLogger("utils.data.scan").warning("a row is dropped")
+        logging.getLogger("utils.data.fast.shm_batches").warning("my own memory")
+
+    monkeypatch.setattr(logging.root, "handlers", [])
+    heard = {}
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        entry.run(main, None)
+        heard[rank] = capsys.readouterr().out
+        logging.root.handlers.clear()
+    assert heard == {
+        "0": "WARNING: a row is dropped\nWARNING: my own memory\n",
+        "1": "WARNING: my own memory\n",
+    }
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError(28, "No space left on device", "a/last.pt"), "a/last.pt: No space left on device; make room, then"),
+        (PermissionError(13, "Permission denied", "a"), "a: Permission denied"),
+        (OSError("odd"), "odd"),
+        (MemoryError(), "the main memory is full: fewer --workers"),
+        (ValueError("two\n   lines\x07"), "two lines\\x07"),
+        (ValueError("x" * 9999), "x" * 3000 + "..."),
+        (RuntimeError("DataLoader worker (pid 3) is killed by signal: Bus error."), "DataLoader worker (pid 3)"),
+        (ValueError("Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+                    "  File\nValueError: b.png: gone"), "b.png: gone"),
+    ],
+)  # fmt: skip
+def test_one_line_for_every_error(error, line, capsys):
+    with pytest.raises(SystemExit) as caught:
+        entry.run(raises(error), None)
+    said = capsys.readouterr().err
+    assert caught.value.code == 2 and said.startswith(f"error: {line}") and said.count("\n") == 1
+
+
+def test_names_that_the_terminal_lacks():
+    code = PROGRAM.replace('"some news"', '"\u540d"').replace('"wrong"', '"\u540d"')
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120,
+                          env={"PYTHONIOENCODING": "ascii", "PATH": ""})  # fmt: skip
+    assert done.stdout == "\\u540d\nWARNING: look out\n" and done.stderr == "error: \\u540d\n"
+
+
+def test_streams_of_a_process():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "some news\nWARNING: look out\n", "error: wrong\n")
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named as torch's own."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB\nmore"),
+     RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronous"),
+     RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")],
+    ids=["torch", "driver", "library"],
+)  # fmt: skip
+def test_a_full_gpu_is_one_sentence(error, capsys):
+    opt = SimpleNamespace(batch_size=64, total_batch_size=128, img_size=[640, 320], amp="off")
+    with pytest.raises(SystemExit) as caught:
+        entry.run(raises(error), opt)
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "error: the GPU has too little memory for batch size 128 and image size 640: give a smaller "
+    )
+    for advice in ("--batch-size", "--img-size", "--amp fp16", str(error).splitlines()[0]):
+        assert advice in line
+
+
+def test_a_full_host_and_a_resumed_run(capsys):
+    error = RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried")
+    with pytest.raises(SystemExit):
+        entry.run(raises(error), SimpleNamespace(batch_size=16, img_size=320, resume=True))
+    line = capsys.readouterr().err
+    assert "the host has too little memory for the batch and image size of the resumed run" in line
+    assert "--amp" not in line
+
+
+def test_other_errors_of_torch_keep_their_traceback():
+    with pytest.raises(RuntimeError, match="shapes"):
+        entry.run(raises(RuntimeError("shapes do not fit")), None)
+
+
+@pytest.mark.gpu
+def test_a_really_full_gpu(capsys):
+    import torch
+
+    with pytest.raises(SystemExit) as caught:
+        entry.run(lambda opt: torch.empty(1 << 50, device="cuda"), SimpleNamespace(batch_size=2, img_size=[64, 64]))
+    assert caught.value.code == 2 and "too little memory for batch size 2 and image size 64" in capsys.readouterr().err

@@ -1,0 +1,235 @@
+"""New and resumed runs: their folder, their options, and what cannot be resumed."""
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from utils.config.hyp import DEFAULTS, save_hyp
+from utils.config.options import load_options, save_options, train_parser
+from utils.run.folder import NothingToDo, newest_checkpoint, open_run_folder, prepare_train_options
+from utils.system.distributed import Ranks
+
+OPTIMIZER = {"state": {}, "param_groups": []}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """The working directory, with the files that a run names."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "set.yaml").write_text("train: images\n")
+    (tmp_path / "cfg.yaml").write_text("nc: 2\n")
+    save_hyp(DEFAULTS, tmp_path / "hyp.yaml")
+    return tmp_path
+
+
+@pytest.fixture
+def prepare(monkeypatch):
+    """Options of a command line, prepared, with their run folder open."""
+
+    def parse_and_prepare(line, ranks=Ranks()):  # noqa: B008
+        monkeypatch.setattr("sys.argv", ["train.py", *line.split()])
+        opt = prepare_train_options(train_parser().parse_args(line.split()), ranks)
+        open_run_folder(opt, ranks)
+        return opt
+
+    return parse_and_prepare
+
+
+NEW = "--data set.yaml --cfg cfg.yaml --hyp hyp.yaml --weights= --batch-size 8 --epochs 5"
+
+
+def checkpoint(path, epoch, optimizer=OPTIMIZER):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"model": {"w": torch.ones(1)}, "epoch": epoch, "optimizer": optimizer, "ema": None}, path)
+    return path
+
+
+def old_run(name="exp", epoch=2, optimizer=OPTIMIZER, epochs=5):
+    """A run folder as training leaves it; returns its last.pt."""
+    run = Path("runs/train") / name
+    last = checkpoint(run / "weights" / "last.pt", epoch, optimizer)
+    opt = train_parser().parse_args(NEW.split())
+    opt.epochs, opt.batch_size, opt.img_size, opt.name, opt.adam = epochs, 4, [64, 64], name, True
+    opt.save_dir, opt.total_batch_size, opt.world_size, opt.global_rank = str(run), 8, 2, 0
+    save_options(opt, run / "opt.yaml")
+    save_hyp(DEFAULTS | {"lr0": 0.5}, run / "hyp.yaml")
+    return last
+
+
+# ---- new runs -------------------------------------------------------------------------------------------------------
+
+
+def test_new_run(prepare, folder):
+    opt = prepare(f"{NEW} --img 64")
+    assert Path(opt.save_dir) == Path("runs/train/exp") and Path(opt.save_dir).is_dir()
+    assert (opt.batch_size, opt.total_batch_size, opt.world_size, opt.global_rank) == (8, 8, 1, -1)
+    assert opt.img_size == [64, 64] and Path(opt.cfg).samefile(folder / "cfg.yaml")
+    assert Path(prepare(NEW).save_dir).name == "exp2"
+    assert Path(prepare(f"{NEW} --exist-ok").save_dir).name == "exp"
+    assert Path(prepare(f"{NEW} --project other --name a").save_dir) == Path("other/a")
+
+
+def test_processes_share_the_batch(prepare):
+    opt = prepare(NEW, Ranks(0, 0, 4))
+    assert (opt.batch_size, opt.total_batch_size, opt.world_size, opt.global_rank) == (2, 8, 4, 0)
+    with pytest.raises(ValueError, match="--batch-size 8 does not divide among 3 processes"):
+        prepare(NEW, Ranks(0, 0, 3))
+
+
+def test_nothing_is_written_before_the_folder_is_opened(folder):
+    before = sorted(folder.rglob("*"))
+    opt = prepare_train_options(train_parser().parse_args(NEW.split()), Ranks())
+    assert opt.save_dir == "" and sorted(folder.rglob("*")) == before
+
+
+def test_only_the_main_process_makes_a_folder(prepare, folder):
+    opt = prepare(NEW, Ranks(1, 1, 2))
+    assert opt.save_dir == "" and not (folder / "runs").exists()
+
+
+def test_search_reuses_its_folder(prepare):
+    assert Path(prepare(f"{NEW} --evolve").save_dir).name == "evolve"
+    assert Path(prepare(f"{NEW} --evolve 3").save_dir).name == "evolve"
+    with pytest.raises(ValueError, match="--evolve runs in a single process"):
+        prepare(f"{NEW} --evolve", Ranks(0, 0, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("--data none.yaml", "none.yaml does not exist"),
+        ("--hyp none.yaml", "none.yaml does not exist"),
+        ("--cfg none.yaml", "none.yaml does not exist"),
+        ("--cfg=", "give --cfg"),
+        ("--epochs 0", "--epochs 0 is too small"),
+    ],
+)
+def test_wrong_options_leave_no_folder(change, message, prepare, folder):
+    with pytest.raises(ValueError, match=message):
+        prepare(f"{NEW} {change}")
+    assert not (folder / "runs").exists()
+
+
+def test_idle_flags_are_named(prepare, caplog):
+    prepare(f"{NEW} --bucket gs")
+    assert "--bucket" in caplog.text
+
+
+# ---- resumed runs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["--resume runs/train/exp/weights/last.pt", "--resume"])
+def test_resume(how, prepare, folder, caplog):
+    last = old_run()
+    with caplog.at_level(logging.INFO):
+        opt = prepare(how)
+    assert Path(opt.weights).samefile(last) and Path(opt.save_dir).samefile("runs/train/exp")
+    assert opt.resume is True and opt.cfg == "" and opt.adam and opt.epochs == 5 and opt.img_size == [64, 64]
+    assert (opt.batch_size, opt.total_batch_size, opt.world_size, opt.global_rank) == (8, 8, 1, -1)
+    assert Path(opt.data).samefile(folder / "set.yaml") and Path(opt.hyp).samefile(folder / "hyp.yaml")
+    assert "after epoch 2" in caplog.text and "ignored" not in caplog.text
+    assert len(list(Path("runs/train").iterdir())) == 1, "no new folder"
+
+
+def test_resume_on_other_processes(prepare):
+    old_run()
+    opt = prepare("--resume", Ranks(3, 3, 4))
+    assert (opt.batch_size, opt.total_batch_size, opt.global_rank) == (2, 8, 3)
+    assert Path(opt.save_dir).name == "exp"
+
+
+def test_what_may_change(prepare, caplog):
+    old_run()
+    opt = prepare("--resume --epochs 9 --device cpu --workers 0 --batch-size 2 --linear-lr")
+    assert (opt.epochs, opt.device, opt.workers) == (9, "cpu", 0)
+    assert opt.batch_size == opt.total_batch_size == 2 and opt.linear_lr is False
+    assert "ignored: linear_lr" in caplog.text
+    noted = prepare("--resume")
+    assert (noted.epochs, noted.batch_size) == (9, 2), "the next resume goes on with them"
+    assert noted.workers == 8, "unlike what only says how a machine does it"
+
+
+def test_resume_from_inside_the_run_folder(prepare, monkeypatch):
+    last = old_run().absolute()
+    monkeypatch.chdir(last.parent)
+    (last.parent / "set.yaml").write_text("")  # where set.yaml is looked for now
+    for name in ("last.pt", "./last.pt", "../weights/last.pt"):
+        assert Path(prepare(f"--resume {name}").save_dir).samefile(last.parent.parent)
+
+
+def test_finished_run(prepare):
+    old_run(epoch=4)
+    with pytest.raises(NothingToDo, match="exp has finished its 5 epochs; --resume with a larger --epochs goes on"):
+        prepare("--resume")
+    with pytest.raises(NothingToDo, match="finished its 3 epochs"):
+        prepare("--resume --epochs 3")
+    assert prepare("--resume --epochs 6").epochs == 6
+
+
+def test_stripped_run_goes_on_from_its_full_state(prepare):
+    last = old_run(epoch=-1, optimizer=None)
+    with pytest.raises(NothingToDo, match="last.pt is finished and holds no training state: start a new run with"):
+        prepare("--resume")
+    full = checkpoint(last.with_name("last_full.pt"), 4)
+    os.utime(last)
+    with pytest.raises(NothingToDo, match="finished its 5 epochs"):
+        prepare(f"--resume {last}")
+    for how in (last, last.with_name("last_full.pt"), ""):
+        assert Path(prepare(f"--resume {how} --epochs 8").weights).samefile(full)
+
+
+def test_file_without_an_epoch(prepare):
+    old_run(epoch=None)
+    with pytest.raises(NothingToDo, match="holds no training state"):
+        prepare("--resume")
+
+
+def test_moved_run(prepare):
+    old_run()
+    Path("hyp.yaml").unlink()
+    Path("runs/train/exp").rename("elsewhere")
+    opt = prepare("--resume elsewhere/weights/last.pt")
+    assert Path(opt.save_dir).samefile("elsewhere") and Path(opt.hyp).samefile("elsewhere/hyp.yaml")
+    assert Path(opt.weights).samefile("elsewhere/weights/last.pt")
+    assert load_options(Path("elsewhere/opt.yaml")).hyp == "hyp.yaml", "the run's own record is not changed"
+
+
+def test_newest_run(prepare, monkeypatch):
+    times = {old_run("exp"): 20, old_run("exp2"): 30, checkpoint(Path("a/last_full.pt"), 1): 10}
+    checkpoint(Path("b/best.pt"), 1)
+    Path("last.pt").mkdir()
+    real = Path.stat
+
+    def stat(path, **options):
+        result = real(path, **options)
+        if path not in times:
+            return result
+        values = list(result[:9]) + [times[path]]
+        return os.stat_result(values, {"st_ctime": float(times[path])})
+
+    monkeypatch.setattr(Path, "stat", stat)
+    assert newest_checkpoint() == Path("runs/train/exp2/weights/last.pt")
+    assert Path(prepare("--resume").save_dir).name == "exp2"
+    times[Path("a/last_full.pt")] = 40
+    assert newest_checkpoint() == Path("a/last_full.pt")
+
+
+def test_what_cannot_be_resumed(prepare):
+    with pytest.raises(ValueError, match="there is no last.pt below the working directory"):
+        prepare("--resume")
+    with pytest.raises(ValueError, match="none.pt: no such checkpoint"):
+        prepare("--resume none.pt")
+    last = old_run()
+    (last.parent.parent / "opt.yaml").unlink()
+    with pytest.raises(ValueError, match="opt.yaml is missing"):
+        prepare("--resume")
+    last = old_run()
+    Path("set.yaml").unlink()
+    with pytest.raises(ValueError, match="set.yaml does not exist"):
+        prepare("--resume")
+    last.write_bytes(last.read_bytes()[:100])
+    with pytest.raises(ValueError, match="last.pt is no checkpoint"):
+        prepare("--resume")

@@ -1,0 +1,245 @@
+"""Processes, devices and seeds, without a GPU: the CUDA calls are replaced where a device is chosen."""
+
+import logging
+import os
+import random
+import socket
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from utils.system import distributed
+from utils.system.distributed import Ranks, init_seeds, rank_zero_first, read_ranks, select_device, unwrap
+
+CPU = torch.device("cpu")
+
+
+# ---- ranks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+
+    def set_variables(**variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(value))
+
+    return set_variables
+
+
+def test_single_process(environment):
+    ranks = read_ranks()
+    assert ranks == Ranks(-1, -1, 1) and ranks.is_main and not ranks.is_distributed
+
+
+def test_torchrun(environment):
+    environment(RANK=5, WORLD_SIZE=8, LOCAL_RANK=1)
+    ranks = read_ranks()
+    assert ranks == Ranks(5, 1, 8) and ranks.is_distributed and not ranks.is_main
+    environment(RANK=0)
+    assert read_ranks().is_main
+
+
+def test_older_launchers_give_a_flag(environment):
+    environment(RANK=1, WORLD_SIZE=2)
+    assert read_ranks(local_rank=1) == Ranks(1, 1, 2)
+    environment(LOCAL_RANK=0)
+    assert read_ranks(local_rank=1).local_rank == 0, "the variable wins"
+
+
+@pytest.mark.parametrize(
+    ("variables", "flag"),
+    [({}, 0), ({"LOCAL_RANK": 0}, -1), ({"RANK": 0, "WORLD_SIZE": 2}, -1), ({"RANK": 1, "LOCAL_RANK": 1}, -1)],
+)
+def test_half_a_launcher_is_refused(variables, flag, environment):
+    environment(**variables)
+    with pytest.raises(ValueError, match="torchrun --nproc_per_node"):
+        read_ranks(flag)
+
+
+# ---- process group --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def group(environment, monkeypatch):
+    """A real process group of this process alone."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    ranks = read_ranks()
+    distributed.start_processes(ranks, CPU)
+    yield ranks
+    distributed.stop_processes()
+
+
+def test_group_of_one(group):
+    distributed.start_processes(group, CPU)  # a second call is harmless
+    assert torch.distributed.get_backend() == "gloo"
+    assert distributed.broadcast_indices([3, 1, 2], 0, CPU) == [3, 1, 2]
+    with rank_zero_first(0):
+        pass
+    model = nn.Linear(2, 2)
+    assert distributed.data_parallel(model, CPU, group, "0,1", sync_bn=True) is model, (
+        "it has nobody to share gradients with"
+    )
+    wrapped = distributed.data_parallel(model, CPU, Ranks(0, 0, 2), sync_bn=True)
+    assert wrapped is not model and unwrap(wrapped) is model
+    distributed.stop_processes()
+    assert not torch.distributed.is_initialized()
+
+
+def test_nccl_is_told_its_gpu(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *words, **names: calls.append((words, names)))
+    distributed.start_processes(Ranks(1, 1, 2), torch.device("cuda", 1))
+    assert calls == [(("nccl",), {"init_method": "env://", "device_id": torch.device("cuda", 1)})]
+
+
+def test_one_process_of_a_launcher_uses_one_gpu(caplog):
+    model, gpu = nn.Linear(2, 2), torch.device("cuda", 0)
+    assert distributed.data_parallel(model, gpu, Ranks(0, 0, 1), "0,1", sync_bn=True) is model and not caplog.text
+
+
+def test_nothing_happens_in_a_single_process():
+    distributed.start_processes(Ranks(), CPU)
+    assert not torch.distributed.is_initialized()
+    distributed.stop_processes()
+    indices, model = [1, 2], nn.Linear(1, 1)
+    assert distributed.broadcast_indices(indices, -1, CPU) is indices
+    assert distributed.data_parallel(model, CPU, Ranks()) is model and unwrap(model) is model
+    assert unwrap(nn.DataParallel(model)) is model
+
+
+@pytest.mark.parametrize(
+    ("rank", "expected"), [(-1, ["body"]), (0, ["body", "barrier"]), (1, ["barrier", "body"]), (7, ["barrier", "body"])]
+)
+def test_rank_zero_goes_first(rank, expected, monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: calls.append("barrier"))
+    with rank_zero_first(rank):
+        calls.append("body")
+    assert calls == expected
+
+
+def test_the_others_do_not_wait_for_a_rank_zero_that_failed(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: calls.append("barrier"))
+    with pytest.raises(KeyError), rank_zero_first(0):
+        raise KeyError
+    assert calls == ["barrier"]
+
+
+def test_rank_zero_first_in_one_process():
+    for rank in (-1, 0, 1):
+        with rank_zero_first(rank):
+            pass
+
+
+# ---- devices --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpus(environment, monkeypatch):
+    """`gpus(n)`: torch sees n GPUs, or fewer if CUDA_VISIBLE_DEVICES names fewer."""
+    environment(CUDA_VISIBLE_DEVICES="unset")  # so that monkeypatch puts back what the tests write
+
+    def see(number):
+        def count():
+            visible = os.environ["CUDA_VISIBLE_DEVICES"]
+            return number if visible == "unset" else sum(int(i) < number for i in visible.split(","))
+
+        properties = SimpleNamespace(name="Some GPU", total_memory=80 * 2**30)
+        monkeypatch.setattr(torch.cuda, "device_count", count)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count() > 0)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+
+    return see
+
+
+def test_cpu(gpus, caplog):
+    gpus(1)
+    with caplog.at_level(logging.INFO):
+        assert select_device("cpu") == CPU and select_device("CPU ", batch_size=3) == CPU
+    assert "Device: CPU, torch" in caplog.text and os.environ["CUDA_VISIBLE_DEVICES"] == "unset"
+    gpus(0)
+    assert select_device("") == CPU and select_device() == CPU
+
+
+def test_first_gpu_by_default(gpus, caplog):
+    gpus(2)
+    with caplog.at_level(logging.INFO):
+        assert select_device("") == torch.device("cuda", 0)
+    assert "cuda:0 Some GPU, 81920 MB" in caplog.text and os.environ["CUDA_VISIBLE_DEVICES"] == "unset"
+
+
+@pytest.mark.parametrize(("text", "visible"), [("1", "1"), ("cuda:1", "1"), (0, "0"), ("0,1", "0,1")])
+def test_named_gpus(text, visible, gpus):
+    gpus(2)
+    assert select_device(text, batch_size=4) == torch.device("cuda", 0)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
+
+
+def test_each_process_takes_its_gpu(gpus):
+    gpus(2)
+    assert select_device("", 3, Ranks(3, 1, 4)) == torch.device("cuda", 1)
+    with pytest.raises(ValueError, match="4 processes were started, but only 2 GPUs"):
+        select_device("", 8, Ranks(2, 2, 4))
+
+
+@pytest.mark.parametrize("text", ["tpu", "0,", "-1", "cuda:x", "0;1"])
+def test_unknown_devices(text, gpus):
+    gpus(1)
+    with pytest.raises(ValueError, match="--device .* is unknown: give cpu, 0, or a list like 0,1"):
+        select_device(text)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "unset"
+
+
+def test_missing_gpus(gpus):
+    gpus(0)
+    with pytest.raises(ValueError, match="--device 0 asks for a GPU.*use --device cpu"):
+        select_device("0")
+    gpus(1)
+    with pytest.raises(ValueError, match="--device 0,3 names 2 GPUs, but 1 can be seen"):
+        select_device("0,3")
+
+
+def test_batch_divides_among_the_gpus(gpus):
+    gpus(2)
+    with pytest.raises(ValueError, match="--batch-size 5 does not divide among 2 GPUs"):
+        select_device("0,1", batch_size=5)
+
+
+# ---- seeds ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cudnn_flags():
+    flags = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    yield
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = flags
+
+
+def draws(seed):
+    init_seeds(seed)
+    return random.random(), float(np.random.rand()), torch.rand(1).item()
+
+
+def test_seeds_are_reproducible(cudnn_flags):
+    assert draws(3) == draws(3)
+    assert all(a != b for a, b in zip(draws(3), draws(4), strict=True))
+
+
+def test_seed_0_makes_cudnn_deterministic(cudnn_flags):
+    init_seeds(0)
+    assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
+    init_seeds(1)
+    assert torch.backends.cudnn.benchmark and not torch.backends.cudnn.deterministic

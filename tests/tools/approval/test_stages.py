@@ -1,0 +1,287 @@
+"""Approvals: the order of the stages, what an approval is bound to, what it needs; the tool with made-up checks."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tools import ab_compare, approve
+from tools.approval import checks as approval_checks
+from tools.approval import setup as approval_setup
+from tools.approval import stages as approvals
+from tools.approval.setup import Failed, NotMeasured, Setup
+from tools.approval.stages import STAGES, Approvals, Stage, changed_files, content_hash, fingerprint
+from tools.experiments import runner
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A project with a file for each stage, three stages, and its Approvals."""
+    for number in (1, 2, 3):
+        (tmp_path / f"part{number}.py").write_text(f"x = {number}\n")
+    stages = {number: Stage(number, f"part {number}", (f"part{number}*.py",)) for number in (1, 2, 3)}
+    monkeypatch.setattr(approvals, "STAGES", stages)
+    return Approvals(tmp_path / "approvals.json", tmp_path / "reports", tmp_path)
+
+
+def write_report(project, number, passed=True):
+    folder = project.folder(number)
+    folder.mkdir(parents=True, exist_ok=True)
+    status = "passed" if passed else "failed"
+    content = {"passed": passed, "date": "2026-01-01 10:00", "findings": [{"status": status}],
+               "files": fingerprint(approvals.STAGES[number], project.root)}  # fmt: skip
+    (folder / "report.json").write_text(json.dumps(content))
+
+
+def approve_in_order(project, *numbers):
+    for number in numbers:
+        write_report(project, number)
+        project.approve(number, "Ann", "abc", "fine")
+
+
+def test_stages_in_order(project):
+    project.check_may_run(1)
+    with pytest.raises(ValueError, match=r"stage 2 \(part 2\) does not run before stage 1 .* stage 1: not run"):
+        project.check_may_run(2)
+    write_report(project, 1)
+    with pytest.raises(ValueError, match="1 passed; waits for approval"):
+        project.check_may_run(2)
+    approve_in_order(project, 1)
+    project.check_may_run(2)
+    with pytest.raises(ValueError, match="stage 3 .* before stage 2"):
+        project.check_may_run(3)
+    with pytest.raises(ValueError, match="stage 3 .* before stage 2"):
+        project.approve(3, "Ann", "abc")
+
+
+def test_an_approval_ends_when_a_file_changes(project):
+    approve_in_order(project, 1, 2)
+    again = Approvals(project.path, project.reports, project.root)  # as the next command sees it
+    assert again.holds(1) and again.holds(2)
+    assert again.in_words(1).startswith("approved by Ann on ") and again.in_words(1).endswith("commit abc: fine")
+    (project.root / "part1.py").write_text("x = 0\n")
+    assert not again.holds(1) and again.holds(2)
+    assert "no longer holds, changed: part1.py" in again.in_words(1)
+    with pytest.raises(ValueError, match="stage 3 .* before stage 1"):
+        again.check_may_run(3)
+    with pytest.raises(ValueError, match=r"was run with other files \(part1.py\); run it again"):
+        again.approve(1, "Ann", "abc")
+    (project.root / "part1.py").write_text("x = 1\n")
+    assert again.holds(1)
+    (project.root / "part1_new.py").write_text("")
+    assert again.changes(1) == ["part1_new.py"]
+
+
+def test_failures_need_a_reason(project):
+    write_report(project, 1, passed=False)
+    for arguments in ({}, {"note": "x"}, {"despite_failures": True}):
+        with pytest.raises(ValueError, match="stage 1: 1 failed; see .*report.md"):
+            project.approve(1, "Ann", "abc", **arguments)
+    project.approve(1, "Ann", "abc", "known", despite_failures=True)
+    assert project.holds(1) and project.entries[1]["result"] == "1 failed"
+
+
+def test_nothing_is_approved_unseen(project):
+    with pytest.raises(ValueError, match="stage 1 has not been run: approve.py run 1"):
+        project.approve(1, "Ann", "abc")
+
+
+def test_a_broken_file_of_approvals(project):
+    for text in ("[", "[]", '{"one": {}}'):
+        project.path.write_text(text)
+        with pytest.raises(ValueError, match="is no file of approvals"):
+            Approvals(project.path, project.reports, project.root)
+
+
+def test_hashes_are_those_of_git(tmp_path):
+    path = tmp_path / "x.py"
+    path.write_text("a = 1\n")
+    git = subprocess.run(["git", "hash-object", str(path)], capture_output=True, text=True, check=True)
+    assert content_hash(path) == git.stdout.strip()
+
+
+def test_changed_files_by_hand():
+    assert changed_files({"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "0", "d": "4"}) == ["b", "c", "d"]
+
+
+def test_stages_of_the_project_name_files_that_exist():
+    for number, stage in STAGES.items():
+        assert fingerprint(stage), f"stage {number}"
+    everything = fingerprint(STAGES[6])
+    assert {"train.py", "utils/loss/criterion.py", "models/yolo.py"} <= everything.keys()
+    assert "tools/experiments/trials.py" not in everything
+    assert set(approval_checks.CHECKS) == set(STAGES)
+    assert set(ab_compare.TARGETS) <= set(approval_checks.CHECKS[6])
+
+
+# ---- the tool --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tool(tmp_path, monkeypatch):
+    """tools/approve.py with checks that do next to nothing; call it with words."""
+
+    def passes(setup):
+        setup.measured["a run"] = {"img/s": 10.0, "GPU": None}
+        setup.curves["a run"] = [{"epoch": 0, runner.LOSS: 1.0}, {"epoch": 1, runner.LOSS: 0.5}]
+        return "as it should be"
+
+    def fails(setup):
+        raise Failed("nothing | works")
+
+    def breaks(setup):
+        return 1 / 0
+
+    def cannot(setup):
+        raise NotMeasured("no GPU")
+
+    checks = {
+        1: {"good": passes, "absent": cannot},
+        2: {"good": passes, "bad": fails, "broken": breaks},
+        3: {"x": cannot},
+    }
+    monkeypatch.setattr(approval_checks, "CHECKS", checks)
+    monkeypatch.setattr(Setup, "prepare", lambda setup: None)
+    place = ["--approvals", str(tmp_path / "approvals.json"), "--out", str(tmp_path / "out")]
+    return lambda *words: approve.perform(approve.parse([*place, *words]))
+
+
+@pytest.mark.parametrize("line", ["--out x run 1", "run 1 --out x", "run --out x 1"])
+def test_places_before_or_after_the_command(line):
+    options = approve.parse(line.split())
+    assert (options.out, options.stage) == ("x", 1) and options.approvals.endswith("approvals.json")
+
+
+def test_run_and_approve(tool, tmp_path, capsys):
+    with pytest.raises(ValueError, match="stage 2 .* does not run before stage 1"):
+        tool("run", "2")
+    assert tool("run", "1") == 0
+    folder = tmp_path / "out" / "stage_1"
+    text = (folder / "report.md").read_text()
+    assert "# Stage 1, CLI flags: passed" in text and "| good | **passed** | as it should be |" in text
+    assert "| absent | **not measured** | no GPU |" in text and "| a run | 10 |  |" in text
+    assert "GPU utilisation: not measured on this machine" in text
+    assert (folder / "report.png").stat().st_size > 5000
+    assert tool("approve", "1", "--by", "Ann") == 0
+    assert tool("run", "2") == 1
+    assert "| bad | **failed** | nothing / works |" in (tmp_path / "out" / "stage_2" / "report.md").read_text()
+    with pytest.raises(ValueError, match="1 passed, 2 failed; see"):
+        tool("approve", "2", "--by", "Ann")
+    capsys.readouterr()
+    assert tool("status") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "approved by Ann" in lines[0] and "1 passed, 2 failed" in lines[1] and lines[2].endswith("not run")
+
+
+def test_a_stage_that_found_nothing_has_not_passed(tool, monkeypatch):
+    monkeypatch.setattr(approve, "plot", lambda setup, path: None)
+    for number in ("1", "2"):
+        tool("run", number)
+        tool("approve", number, "--by", "Ann", "--note", "x", "--despite-failures")
+    assert tool("run", "3") == 1
+
+
+def test_a_stage_that_is_interrupted_keeps_what_it_found(tool, tmp_path, monkeypatch):
+    def interrupted(setup):
+        raise KeyboardInterrupt
+
+    checks = {"good": approval_checks.CHECKS[1]["good"], "endless": interrupted, "last": interrupted}
+    monkeypatch.setattr(approval_checks, "CHECKS", {1: checks})
+    with pytest.raises(KeyboardInterrupt):
+        tool("run", "1")
+    text = (tmp_path / "out" / "stage_1" / "report.md").read_text()
+    assert "CLI flags: not complete" in text and "| good | **passed** |" in text and "| last | **not made** |" in text
+    with pytest.raises(ValueError, match="1 passed, 2 not made; see"):
+        tool("approve", "1", "--by", "Ann")
+
+
+def test_combinations(monkeypatch):
+    known = {"--fast-loss"}
+    monkeypatch.setattr(runner, "known_flags", lambda: known)
+    monkeypatch.setattr(approval_checks, "has_compile", lambda: False)
+    chosen = approval_checks.combinations(on_gpu=False, everything=False)
+    assert len(chosen) == 8 and chosen[0] == ([], {}) and (["--fast-dataloader", "--fast-loss"], {}) in chosen
+    known |= {"--fast-step", "--cuda-graph", "--fast"}
+    monkeypatch.setattr(approval_checks, "has_compile", lambda: True)
+    assert len(approval_checks.combinations(on_gpu=False, everything=False)) == 16 + 1 + 2
+    assert len(approval_checks.combinations(on_gpu=True, everything=False)) == 24 + 1 + 2
+    assert len(approval_checks.combinations(on_gpu=True, everything=True)) == 24 * 2 + 1
+
+
+def test_results_that_agree():
+    def run(*losses):
+        rows = [{"epoch": k, runner.LOSS: loss, "seconds": k} for k, loss in enumerate(losses)]
+        return runner.Run(None, "completed", rows=rows)
+
+    assert approval_setup.same_results(run(1.0, 2.0), run(1.0, 2.0), 0) == "every number of results.csv is equal"
+    assert "within 1.0000%" in approval_setup.same_results(run(1.0, 2.0), run(1.01, 2.0), 0.02)
+    with pytest.raises(Failed, match="differs by 10.00%, allowed is 5.00%"):
+        approval_setup.same_results(run(1.0, 2.0), run(1.0, 2.2), 0.05)
+
+
+def test_memory_that_grows():
+    setup = Setup(None, comparison={"memory": [[1.0] * 20, [1.0] * 20]})
+    assert "+0.0%" in approval_checks.memory_does_not_grow(setup)
+    setup.comparison = {"memory": [[1 + 0.05 * k for k in range(20)]]}
+    with pytest.raises(Failed, match="memory grew by"):
+        approval_checks.memory_does_not_grow(setup)
+    setup.comparison = {"memory": [[1.0] * 7, [0.0] * 20]}
+    with pytest.raises(NotMeasured, match="over too soon to tell; give more --epochs"):
+        approval_checks.memory_does_not_grow(setup)
+
+
+def test_further_options_of_every_run(tmp_path):
+    options = approve.parse(["run", "6", "--args", "--cache-images --adam", "--img", "96"])
+    setup = Setup(tmp_path, "data.yaml", more=approve.further_words(options.args))
+    assert setup.arguments(1, "--fast")[-3:] == ["--cache-images", "--adam", "--fast"] and options.img == 96
+    with pytest.raises(ValueError, match="--args: train.py does not understand this: .*--nonsense"):
+        approve.perform(approve.parse(["run", "1", "--args", "--nonsense", "--out", str(tmp_path)]))
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [("--help", "does not understand"), ("--resume", "--resume is what the stages"), ('"x', "No closing quotation"),
+     ("--epochs 9", "--epochs is what"), ("--batch 3", "--batch-size is what"), ("--evolve 2", "--evolve is what")],
+)  # fmt: skip
+def test_options_that_are_not_for_the_runs(text, fault, capsys):
+    with pytest.raises(ValueError, match=f"--args.*{fault}"):
+        approve.further_words(text)
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_runs_of_stage_6_side_by_side(at_once, tmp_path, monkeypatch):
+    """Runs come back in their order; only those that had the machine to themselves tell of its speed."""
+    at_work, most = [], []
+
+    def train(arguments, folder, *rest, **more):
+        at_work.append(folder)
+        most.append(len(at_work))
+        time.sleep(0.1 if "--fast" in arguments else 0.3)
+        at_work.remove(folder)
+        return runner.Run(folder, "completed", rows=[{"epoch": 0, runner.LOSS: 1.0}])
+
+    monkeypatch.setattr(runner, "run_training", train)
+    setup = Setup(tmp_path, "data.yaml", at_once=at_once)
+    variants = [("no flag", [], {}), ("fast", ["--fast"], {}), ("compiled", [], {"USE_COMPILE": "1"})]
+    runs = setup.train_all(variants, epochs=1)
+    assert [run.folder.name for run in runs] == ["no_flag", "fast", "compiled"]
+    assert max(most) == at_once and list(setup.measured) == (["no flag", "fast", "compiled"] if at_once == 1 else [])
+    with pytest.raises(Failed, match="rows are missing"):
+        setup.train_all(variants, epochs=2)
+
+
+def test_a_run_that_fails_ends_those_beside_it(tmp_path, monkeypatch):
+    """Those that have begun, with their workers, and those that would come next."""
+    monkeypatch.setattr(runner, "train_program", lambda: [sys.executable, "tests/fake_train.py"])
+    hyp = tmp_path / "hyp.yaml"
+    hyp.write_text("lr0: 0.1\n")
+    setup, before = Setup(tmp_path, "data.yaml", hyp=str(hyp), workers=1, at_once=2), approval_setup.children()
+    monkeypatch.setenv("FAKE_SECONDS", "60")
+    variants = [("bad", ["--batch-size", "0"], {}), *((f"slow {k}", [], {}) for k in range(5))]
+    with pytest.raises(Failed, match="batch-size 0 is too small"):
+        setup.train_all(variants, epochs=1)
+    assert approval_setup.children() == before
+    assert not (tmp_path / "runs" / "slow_4").exists()

@@ -1,0 +1,178 @@
+"""Trainings as processes: how they end, what is read from them, nothing left behind; command lines with other words."""
+
+import math
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests import small_run
+from tools.experiments import runner
+from tools.experiments.runner import MAP50, Run, run_training
+from utils.config.options import train_parser
+
+FAKE = [sys.executable, str(Path(__file__).resolve().parents[2] / "fake_train.py")]
+
+
+@pytest.fixture
+def hyp(tmp_path):
+    path = tmp_path / "hyp.yaml"
+    path.write_text("lr0: 0.1\n")
+    return str(path)
+
+
+def fake(folder, hyp, *arguments, **options):
+    return run_training(["--hyp", hyp, *arguments], folder, program=FAKE, **options)
+
+
+def test_a_completed_run(tmp_path, hyp):
+    run = fake(tmp_path / "runs" / "one", hyp, "--epochs", 3)
+    assert (run.status, run.message, run.completed) == ("completed", "", True)
+    assert [row[MAP50] for row in run.rows] == pytest.approx([0.1, 0.2, 0.3])
+    assert run.last(MAP50) == pytest.approx(0.3) and run.peak("memory_gb") == 2
+    assert run.log().startswith("Device: fake")
+
+
+def test_a_failed_run_says_why(tmp_path, hyp):
+    run = fake(tmp_path / "one", hyp, "--batch-size", 0)
+    assert run.status == "failed"
+    assert run.message == "--batch-size 0 is too small: it has to be at least 1"
+    assert run.last(MAP50) is None and run.peak("memory_gb") is None and run.typical("seconds") is None
+
+
+def test_a_run_is_stopped_with_its_workers(tmp_path, hyp, monkeypatch):
+    monkeypatch.setenv("FAKE_SECONDS", "0.3")
+    seen, before = [], children()
+
+    def stop_after_two(rows):
+        seen.append(children() - before)
+        return "enough" if len(rows) >= 2 else None
+
+    run = fake(tmp_path / "one", hyp, "--epochs", 50, "--workers", 2, on_epoch=stop_after_two)
+    assert (run.status, run.message) == ("stopped", "enough")
+    assert 2 <= len(run.rows) < 10
+    assert len(seen[-1]) >= 3
+    deadline = time.monotonic() + 10
+    while any(map(is_running, seen[-1])) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_running, seen[-1]))
+
+
+def children():
+    """Ids of all processes below this one; other tests may have left some."""
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def is_running(pid):
+    """Not only a process that nobody has asked for its exit status."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_run_that_hangs_is_ended(tmp_path, hyp, monkeypatch):
+    monkeypatch.setenv("FAKE_SECONDS", "600")
+    started = time.monotonic()
+    run = fake(tmp_path / "one", hyp, timeout=0.5)
+    assert (run.status, run.message) == ("failed", "no end after 0 s: the run was stopped")
+    assert time.monotonic() - started < 300
+
+
+def test_an_interruption_ends_the_run_too(tmp_path, hyp, monkeypatch):
+    monkeypatch.setenv("FAKE_SECONDS", "0.3")
+    before = children()
+
+    def interrupt(rows):
+        assert children() - before
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fake(tmp_path / "one", hyp, "--epochs", 50, on_epoch=interrupt)
+    assert children() <= before
+
+
+def test_a_run_that_begins_after_all_were_to_stop_ends_at_once(tmp_path, hyp, monkeypatch):
+    monkeypatch.setenv("FAKE_SECONDS", "600")
+    before, stop = children(), threading.Event()
+    stop.set()
+    assert fake(tmp_path / "one", hyp, stop=stop).status == "stopped"
+    assert children() <= before
+
+
+def test_a_killed_process_is_named_by_its_signal():
+    assert runner.last_words("Epoch 3\n", -9) == "ended by signal SIGKILL"
+    assert runner.last_words("x\nerror: no such file\n1/3\n", 2) == "no such file"
+    assert runner.last_words("", 1) == "exit status 1"
+
+
+def test_rows_without_the_line_that_is_being_written(tmp_path):
+    assert runner.read_rows(tmp_path) == []
+    (tmp_path / "results.csv").write_text("epoch,a,b\n0,1,\n1,2,3\n2,5")
+    assert runner.read_rows(tmp_path) == [{"epoch": 0, "a": 1}, {"epoch": 1, "a": 2, "b": 3}]
+
+
+def test_typical_leaves_out_the_first_epoch():
+    run = Run(Path(), "completed", rows=[{"seconds": 9}, {"seconds": 1}, {"seconds": 3}], speed={"speed/x": [5]})
+    assert run.typical("seconds") == 2
+    assert run.typical("speed/x") == 5
+
+
+def test_when_the_epochs_after_the_first_ran(tmp_path):
+    path, now = tmp_path / "results.csv", time.monotonic()
+    path.write_text("whatever")
+    os.utime(path, (time.time() - 30,) * 2)
+    rows = [{"seconds": 9.0}, {"seconds": 2.0}, {"seconds": 3.0}]
+    assert runner.later_epochs(tmp_path, rows, now - 50) == pytest.approx((now - 35, now - 30), abs=1)
+    assert runner.later_epochs(tmp_path, rows, now - 33) == pytest.approx((now - 33, now - 30), abs=1)
+    assert runner.later_epochs(tmp_path, rows[:1], now) == (0, 0) == runner.later_epochs(tmp_path / "x", rows, now)
+
+
+@pytest.mark.parametrize(("window", "is_inside"), [((0, math.inf), True), ((0, 0), False)])
+def test_memory_is_that_of_the_epochs_after_the_first(window, is_inside, tmp_path, hyp, monkeypatch):
+    monkeypatch.setattr(runner, "later_epochs", lambda folder, rows, started: window)
+    memory = fake(tmp_path / "one", hyp).memory
+    assert bool(memory) == is_inside and all(0 <= entry < 1 for entry in memory)
+
+
+@pytest.mark.parametrize(
+    ("base", "overrides", "expected"),
+    [
+        ("--epochs 3 --adam", {"epochs": 5}, "--epochs 5 --adam"),
+        ("--epochs 3 --adam", {"adam": False, "img_size": [64, 96]}, "--epochs 3 --img-size 64 96"),
+        ("--img 64", {"batch-size": 2, "rect": True, "seed": None}, "--img-size 64 --batch-size 2 --rect"),
+        ("--seed 1", {"seed": None}, ""),
+    ],
+)
+def test_override(base, overrides, expected):
+    assert runner.override(base.split(), overrides) == expected.split()
+
+
+def test_override_keeps_every_option(tmp_path):
+    line = ["--weights", "", "--freeze", "3", "--cache-images", "--hyp", "a b.yaml", "--fast-dataloader"]
+    again = runner.override(line, {})
+    assert vars(train_parser().parse_args(again)) == vars(train_parser().parse_args(line))
+
+
+def test_unknown_options_are_refused():
+    with pytest.raises(ValueError, match="no option 'bach_size'; did you mean batch_size?"):
+        runner.override([], {"bach_size": 3})
+    with pytest.raises(ValueError, match="--base-args: train.py does not understand this: .*--nonsense"):
+        runner.check_arguments(["--nonsense", "3"], "--base-args")
+    with pytest.raises(ValueError, match="invalid int value"):
+        runner.check_arguments(["--epochs", "x"], "--base-args")
+
+
+def test_a_real_training_with_its_speed(tmp_path):
+    arguments = small_run.arguments(tmp_path, "--epochs", "2")
+    keep = [word for word in arguments if word not in ("--project", str(tmp_path / "runs"), "--name", "run")]
+    run = run_training(keep, tmp_path / "real" / "run", timeout=120, environment={"OMP_NUM_THREADS": "1"})
+    assert run.status == "completed", run.message
+    assert len(run.rows) == 2 and run.last("train/total_loss") > 0
+    assert len(run.speed["speed/images_per_second"]) == 2 and run.typical("speed/images_per_second") > 0
+    assert runner.resume_arguments(run.folder) == ["--resume", str(run.folder / "weights" / "last.pt")]
+    assert run.usage.seconds > 1 and len(run.memory) < run.seconds

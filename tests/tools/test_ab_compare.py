@@ -1,0 +1,117 @@
+"""A/B comparison: verdicts by hand, sides, the report; a whole comparison with a fake training."""
+
+import json
+
+import pytest
+
+from tests.tools.experiments import test_runner
+from tools import ab_compare
+from tools.ab_compare import NOT_HERE, TARGETS, Side, verdicts
+from tools.experiments import runner
+
+
+def side(rate=100.0, maps=(0.5, 0.5, 0.5), gpu=0.9, main=0.2, gpu_memory=3.0):
+    n = len(maps)
+    return {"images_per_second": [rate] * n, "map50": list(maps), "gpu": [gpu] * n, "main_cpu": [main] * n,
+            "gpu_memory": [gpu_memory] * n}  # fmt: skip
+
+
+def judge(a, b):
+    return {target: verdict for target, verdict, _ in verdicts(a, b)}
+
+
+def test_all_targets_met():
+    assert judge(side(), side(rate=401.0)) == dict.fromkeys(TARGETS, "met")
+
+
+def test_all_targets_missed():
+    slow = side(rate=399.0, maps=(0.45, 0.45, 0.45), gpu=0.8, main=0.4)
+    assert judge(side(), slow) == dict.fromkeys(TARGETS, "missed")
+
+
+def test_without_a_gpu_speed_is_not_judged():
+    judged = verdicts(side(gpu=None, gpu_memory=None, main=1.9), side(500.0, gpu=None, gpu_memory=None, main=1.5))
+    assert [verdict for _, verdict, _ in judged] == [NOT_HERE, "met", NOT_HERE, NOT_HERE]
+    assert judged[0][2] == "no GPU; on this CPU B trains 5.00x as fast"
+    assert "computes the model itself" in judged[3][2]
+
+
+def test_gpu_without_nvml():
+    judged = verdicts(side(), side(gpu=None))
+    assert judged[2][1:] == (NOT_HERE, "install nvidia-ml-py")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "verdict", "found"),
+    [
+        ((0.5, 0.5), (0.505, 0.5), "met", "B - A = +0.0025, standard deviation of the pairs 0.0035"),
+        ((0.5, 0.5), (0.53, 0.47), "undecided", "B - A = +0.0000"),  # equal on average, but by chance?
+        ((0.5, 0.5), (0.52, 0.48), "undecided", "deviation of the pairs 0.0283"),
+        ((0.5, 0.5), (0.47, 0.47), "missed", "B - A = -0.0300"),
+        ((0.5, 0.5), (0.44, 0.52), "undecided", "B - A = -0.0200"),
+        ((0.5,), (0.5,), "met", "one pair: spread unknown"),
+        ((0.5,), (0.6,), "undecided", "one pair: spread unknown"),
+        ((0.0, 0.001), (0.0, 0.0), "undecided", "A itself has learned nothing yet"),
+    ],
+)
+def test_map_within_one_point(a, b, verdict, found):
+    judged = verdicts(side(maps=a), side(maps=b))[1]
+    assert judged[1] == verdict and found in judged[2]
+
+
+def test_sides():
+    parsed = Side.parse("B", "USE_COMPILE=1 --fast-loss --name 'a b'")
+    assert parsed.flags == ["--fast-loss", "--name", "a b"] and parsed.environment == {"USE_COMPILE": "1"}
+    assert parsed.in_words() == "USE_COMPILE=1 --fast-loss --name a b"
+    assert Side.parse("A", "").in_words() == "no flag"
+
+
+def test_a_side_of_a_single_flag():
+    options = ab_compare.parse(["--args", "--notest", "--a", "", "--b", "--fast", "--repeats", "2"])
+    assert (options.args, options.a, options.b, options.repeats) == ("--notest", "", "--fast", 2)
+    assert ab_compare.parse(["--args=--notest", "--b=--fast"]).b == "--fast"
+
+
+def test_cells():
+    assert ab_compare.cell([1.0, 3.0, 2.0], "{:.1f}") == "2.0 (1.0 to 3.0)"
+    assert ab_compare.cell([None, 2.0], "{:.1f}") == "2.0"
+    assert ab_compare.cell([None], "{:.1f}") == "not measured"
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "train_program", lambda: test_runner.FAKE)
+    monkeypatch.setattr(runner, "POLL", 0.02)
+    (tmp_path / "hyp.yaml").write_text("lr0: 0.1\n")
+    return ["--hyp", str(tmp_path / "hyp.yaml")]
+
+
+def test_a_comparison_alternates_and_reports(fake, tmp_path, monkeypatch):
+    calls, run_training = [], runner.run_training
+    monkeypatch.setattr(runner, "run_training", lambda *a: calls.append(a) or run_training(*a))
+    a, b = Side.parse("A", ""), Side.parse("B", "X=1 --fast-loss")
+    runs = ab_compare.compare(fake, a, b, tmp_path / "ab", repeats=2, seed=5)
+    assert [call[1].name for call in calls] == ["A1", "B1", "B2", "A2"]
+    assert [call[0][-2:] for call in calls] == [["--seed", "5"], ["--seed", "5"], ["--seed", "6"], ["--seed", "6"]]
+    assert [call[4] for call in calls] == [{}, {"X": "1"}, {"X": "1"}, {}]
+    ab_compare.write(tmp_path / "ab", runs, a, b, fake)
+    text = (tmp_path / "ab" / "report.md").read_text()
+    assert "| mAP@.5, last epoch | 0.3000 (0.3000 to 0.3000) | 0.3000 (0.3000 to 0.3000) | 1.00 |" in text
+    assert "- mAP@.5 within 1 % (0.01): **met**" in text and "| 2 | 0.3000 | 0.3000 | +0.0000 |" in text
+    assert "| img/s, training part | not measured | not measured | not measured |" in text
+    content = json.loads((tmp_path / "ab" / "ab.json").read_text())
+    assert content["measures"]["A"]["epoch_seconds"] == [0.5, 0.5] and len(content["verdicts"]) == 4
+    assert (tmp_path / "ab" / "ab.png").stat().st_size > 20_000
+
+
+def test_a_failed_run_ends_the_comparison(fake, tmp_path):
+    with pytest.raises(
+        ValueError, match=r"B \(--batch-size 0\) failed: --batch-size 0 is too small.*; see .*output.log"
+    ):
+        ab_compare.compare(fake, Side.parse("A", ""), Side.parse("B", "--batch-size 0"), tmp_path / "ab", 1)
+
+
+def test_unknown_flags_are_refused_before_anything_runs(tmp_path):
+    with pytest.raises(ValueError, match="side B: train.py does not understand this"):
+        ab_compare.compare([], Side.parse("A", ""), Side.parse("B", "--faster-than-light"), tmp_path / "ab")
+    assert not (tmp_path / "ab").exists()

@@ -1,0 +1,297 @@
+"""The checks of stages 2 to 4: dataloader parameters, worker tensors, micro-batches."""
+
+import gc
+import hashlib
+import io
+import logging
+import os
+import signal
+import time
+from contextlib import contextmanager, redirect_stderr
+from types import SimpleNamespace
+
+import psutil
+
+from tools.approval.setup import Failed, NotMeasured, Setup, children, expect, same_results
+
+PERSISTENT, TENSOR = {"persistent_workers": True}, {"worker_tensor": True}
+BOTH = PERSISTENT | TENSOR
+LEAK_EPOCHS, GROWTH = 12, 0.02  # memory may grow by this share from the fourth epoch to the last
+
+
+# ---- tools of these checks -------------------------------------------------------------------------------------------
+
+
+def open_loader(setup: Setup, workers=0, batch=None, **flags):
+    """The training loader of the setup with --seed 7; returns (loader, dataset)."""
+    from utils.config.data_yaml import load_data_yaml
+    from utils.config.hyp import load_hyp
+    from utils.datasets import create_dataloader
+
+    data = load_data_yaml(setup.data, False)
+    options = {"seed": 7} | flags
+    with redirect_stderr(io.StringIO()):  # without the progress bar of the scan
+        return create_dataloader(
+            data.train, setup.img, batch or setup.batch, 32, SimpleNamespace(single_cls=False),
+            hyp=load_hyp(setup.hyp), augment=True, workers=workers, **options,
+        )  # fmt: skip
+
+
+def digests(loader, epochs=2):
+    """A hash of every batch: pixels, labels, names, shapes."""
+    found = []
+    for _ in range(epochs):
+        for images, targets, paths, shapes in loader:
+            content = hashlib.sha256(images.numpy().tobytes())
+            content.update(targets.numpy().tobytes() + repr((images.shape, paths, shapes)).encode())
+            found.append(content.hexdigest())
+    return found
+
+
+def reference_digests(setup, batch=None):
+    """Those of the loader without workers and flags, but with --seed."""
+    return digests(open_loader(setup, 0, batch)[0])
+
+
+def expect_equal(setup, variants, batch=None):
+    """Every variant (workers, flags) gives the batches of the reference."""
+    reference = reference_digests(setup, batch)
+    for workers, flags in variants:
+        loader, _ = open_loader(setup, workers, batch, **flags)
+        expect(digests(loader) == reference, f"{workers} workers, {flags}: other batches than without flags")
+        del loader
+        gc.collect()
+    return f"{len(reference)} batches of two epochs bit-equal in {len(variants)} variants"
+
+
+def expect_nothing_left(before):
+    deadline = time.monotonic() + 10
+    while children() - before and time.monotonic() < deadline:
+        time.sleep(0.1)
+    expect(not children() - before, "workers were left behind")
+
+
+@contextmanager
+def log_messages(name):
+    """What a logger says meanwhile."""
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger(name)
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def measure_loaders(setup, variants):
+    """Speed of loaders that run in turns, each in a process of its own: numbers for the report; {name: numbers}."""
+    from tools.bench_loader import in_process
+
+    _, dataset = open_loader(setup)
+    found = {}
+    for name, flags in variants.items():
+        options = SimpleNamespace(img=setup.img, batch=setup.batch, workers=setup.workers, epochs=3,
+                                  micro_batch_size=flags.get("micro_batch_size", 0), prefetch_factor=None)  # fmt: skip
+        chosen = {key: value for key, value in flags.items() if key != "micro_batch_size"}
+        found[name] = numbers = in_process(dataset, options, chosen)
+        setup.measured[f"loader, {name}"] = {
+            "img/s": numbers["rate"], "main process, cores": numbers["main_share"],
+            "a worker, cores": numbers["worker_share"], "memory, GB": numbers["memory"],
+            "first batch, s": numbers["first_batch"], "epoch gap, ms": numbers["gap"],
+        }  # fmt: skip
+    return found
+
+
+def trains_equally(*flags):
+    """A check: a run with `flags` ends with the results of the run without."""
+
+    def check(setup: Setup):
+        plain = setup.train("no flag")
+        fast = setup.train(" ".join(flags), *flags)
+        return same_results(plain, fast, 0.05 if plain.peak("memory_gb") else 1e-6)
+
+    return check
+
+
+# ---- stage 2 ---------------------------------------------------------------------------------------------------------
+
+
+def persistent_batches(setup):
+    return expect_equal(setup, [(0, PERSISTENT), (1, {}), (2, {}), (1, PERSISTENT), (2, PERSISTENT)])
+
+
+def workers_live_on(setup):
+    before = children()
+    loader, _ = open_loader(setup, 2, **PERSISTENT)
+    seen = []
+    for _ in range(3):
+        digests(loader, 1)
+        seen.append(children() - before)
+    expect(seen[0] and seen[0] == seen[1] == seen[2], f"worker processes changed between epochs: {seen}")
+    del loader
+    gc.collect()
+    expect_nothing_left(before)
+    return f"{len(seen[0])} processes, the same in three epochs, gone with the loader"
+
+
+def prefetch_reaches_the_loader(setup):
+    loader, _ = open_loader(setup, 1, prefetch_factor=4)
+    expect(loader.loader.prefetch_factor == 4, f"--prefetch-factor 4 became {loader.loader.prefetch_factor}")
+    reference = reference_digests(setup)
+    expect(digests(loader) == reference, "other batches with --prefetch-factor 4")
+    return "--prefetch-factor 4 is what the workers prepare ahead, equal batches"
+
+
+def no_workers_is_one_warning(setup):
+    with log_messages("utils.data.fast.loader") as messages:
+        open_loader(setup, 0, **BOTH)
+    expect(len(messages) == 1 and "no loader workers" in messages[0], f"expected one warning, got {messages}")
+    return messages[0]
+
+
+def speed_of_persistent(setup):
+    found = measure_loaders(setup, {"no flag": {}, "--persistent-workers": PERSISTENT})
+    return ", ".join(f"{name}: {numbers['rate']:,.0f} img/s" for name, numbers in found.items())
+
+
+# ---- stage 3 ---------------------------------------------------------------------------------------------------------
+
+
+def tensor_batches(setup):
+    return expect_equal(setup, [(workers, flags) for workers in (1, 2) for flags in (TENSOR, BOTH)])
+
+
+def buffers_are_used_again(setup):
+    """A batch is a view of the ring: as many addresses as slabs, however many batches."""
+    loader, _ = open_loader(setup, 2, **TENSOR)
+    addresses = [images.data_ptr() for _ in range(4) for images, *_ in loader]
+    expect(len(set(addresses)) < len(addresses), "every batch lies at another address: it was allocated anew")
+    slabs = len(loader.ring.pixels)
+    expect(len(set(addresses)) <= slabs, f"{len(set(addresses))} addresses for {slabs} buffers")
+    return f"{len(addresses)} batches in {len(set(addresses))} places of a ring of {slabs}"
+
+
+def main_process_is_idle(setup):
+    found = measure_loaders(setup, {"no flag": {}, "--worker-tensor": TENSOR, "--fast-dataloader": BOTH})
+    share = found["--worker-tensor"]["main_share"]
+    expect(share < 0.4, f"reading with --worker-tensor takes {share:.0%} of a core in the main process (wanted: 40 %)")
+    return f"main process {share:.0%} of a core, without the flag {found['no flag']['main_share']:.0%}"
+
+
+def a_killed_worker_is_said(setup):
+    from utils.data.fast.worker_pool import LoaderError
+
+    before = children()
+    loader, _ = open_loader(setup, 2, **TENSOR)
+    batches = iter(loader)
+    next(batches)
+    os.kill(min(children() - before), signal.SIGKILL)
+    started = time.monotonic()
+    try:
+        for _ in range(3):
+            list(batches)
+            batches = iter(loader)
+    except LoaderError as error:
+        message = str(error)
+    else:
+        raise Failed("a worker was killed and nobody noticed")
+    seconds = time.monotonic() - started
+    expect(seconds < 30, f"it took {seconds:.0f} s to notice a killed worker")
+    del batches, loader
+    gc.collect()
+    expect_nothing_left(before)
+    return f"after {seconds:.1f} s: {message}"
+
+
+def no_leak(setup):
+    loader, _ = open_loader(setup, 2, **BOTH)
+    process, sizes, handles = psutil.Process(), [], []
+    for _ in range(LEAK_EPOCHS):
+        digests(loader, 1)
+        sizes.append(process.memory_info().rss + sum(worker.memory_info().rss for worker in process.children()))
+        handles.append(process.num_fds() if hasattr(process, "num_fds") else 0)
+    growth = sizes[-1] / sizes[3] - 1
+    expect(growth < GROWTH, f"memory grew by {growth:.1%} from epoch 4 to epoch {LEAK_EPOCHS}")
+    expect(handles[-1] <= handles[3], f"open files grew from {handles[3]} to {handles[-1]}")
+    return f"memory {growth:+.2%} from epoch 4 to {LEAK_EPOCHS}, {handles[-1]} open files throughout"
+
+
+# ---- stage 4 ---------------------------------------------------------------------------------------------------------
+
+
+def micro_batches_are_equal(setup):
+    odd = setup.batch - 1 if setup.batch > 2 else setup.batch  # leaves a partial last batch
+    sizes = sorted({1, 3, odd, 0})
+    return expect_equal(setup, [(2, TENSOR | {"micro_batch_size": size}) for size in sizes], batch=odd)
+
+
+def another_collation(setup):
+    loader, _ = open_loader(setup, 1, **TENSOR)
+    expect(not hasattr(loader, "collate_fn") and not hasattr(loader, "loader"), "a torch DataLoader still collates")
+    return f"{type(loader).__name__}: workers write into the batch, micro-batches of {loader.micro_batch}"
+
+
+def a_stuck_worker_is_said(setup):
+    from utils.data.fast.worker_pool import LoaderError
+
+    if not hasattr(signal, "SIGSTOP"):
+        raise NotMeasured("this system cannot stop a process")
+    before = children()
+    loader, _ = open_loader(setup, 1, timeout=3, **TENSOR)
+    list(loader)
+    stopped = children() - before
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        for _ in range(3):
+            list(loader)
+    except LoaderError as error:
+        message = str(error)
+    else:
+        raise Failed("the worker stood still and the loader did not say so")
+    finally:
+        for pid in stopped & children():
+            os.kill(pid, signal.SIGCONT)
+    del loader
+    gc.collect()
+    expect_nothing_left(before)
+    return message
+
+
+def first_batch_comes_early(setup):
+    smallest = BOTH | {"micro_batch_size": 1}
+    variants = {"no flag": {}, "--fast-dataloader": BOTH, "--fast-dataloader --micro-batch-size 1": smallest}
+    found = measure_loaders(setup, variants)
+    return ", ".join(f"{name}: first batch after {numbers['first_batch']:.2f} s" for name, numbers in found.items())
+
+
+CHECKS = {
+    2: {
+        "equal batches with --persistent-workers": persistent_batches,
+        "workers live across epochs": workers_live_on,
+        "--prefetch-factor": prefetch_reaches_the_loader,
+        "no workers: one warning": no_workers_is_one_warning,
+        "speed of the loaders": speed_of_persistent,
+        "training with --persistent-workers": trains_equally("--persistent-workers"),
+    },
+    3: {
+        "equal batches with --worker-tensor": tensor_batches,
+        "batches lie in buffers that are used again": buffers_are_used_again,
+        "the main process has little to do": main_process_is_idle,
+        "a killed worker": a_killed_worker_is_said,
+        "no leak": no_leak,
+        "training with --worker-tensor": trains_equally("--worker-tensor"),
+    },
+    4: {
+        "equal batches for every micro-batch size": micro_batches_are_equal,
+        "another collation than torch's": another_collation,
+        "a worker that hangs": a_stuck_worker_is_said,
+        "time to the first batch": first_batch_comes_early,
+        "training with --fast-dataloader": trains_equally("--fast-dataloader", "--micro-batch-size", "3"),
+    },
+}

@@ -1,0 +1,198 @@
+"""What every check of a stage needs: the data and options of its runs, and how a check reports what it found."""
+
+import io
+import re
+import shlex
+import threading
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import psutil
+import yaml
+
+from tools.experiments import runner
+from tools.make_shapes import NAMES, make_shapes
+from utils.system.files import PROJECT_ROOT
+
+TIMEOUT = 900  # seconds after which a training run counts as hung, if it has the machine to itself
+NOT_MADE = "not made"
+
+
+class Failed(Exception):
+    """A check that did not find what it has to; the message says what it found."""
+
+
+class NotMeasured(Exception):
+    """A check that this machine or version cannot make; the message says why."""
+
+
+@dataclass
+class Finding:
+    """`status` is passed, failed, not measured, or NOT_MADE: the stage has not come to it."""
+
+    name: str
+    status: str
+    detail: str
+    seconds: float
+
+
+@dataclass
+class Setup:
+    """How the runs of the stages train; sizes in pixels. Without `data` they use the embedded shapes."""
+
+    out: Path
+    data: str = ""
+    cfg: str = "cfg/training/yolov7-tiny.yaml"
+    hyp: str = ""
+    img: int = 64
+    batch: int = 8
+    workers: int = 2
+    device: str = ""
+    subset: int | None = None
+    repeats: int = 1
+    epochs: int = 6
+    all_combinations: bool = False
+    at_once: int = 1  # runs of stage 6 that are not timed
+    more: tuple = ()  # further words of every command line
+    findings: list = field(default_factory=list)
+    measured: dict = field(default_factory=dict)  # {row: {column: number}}
+    curves: dict = field(default_factory=dict)  # {label: rows of results.csv}
+    comparison: dict | None = None  # what the performance run of stage 6 found
+
+    def prepare(self):
+        """Draw the embedded data where none is given. Hyper-parameters default to the tiny ones, with OTA."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        if not self.data:
+            folder = (self.out.parent / "shapes").resolve()
+            with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
+                make_shapes(folder, train=64, val=16, size=self.img, seed=0)
+            self.data = str(self.out / "shapes.yaml")
+            content = {"path": str(folder), "train": "images/train", "val": "images/val", "nc": len(NAMES)}
+            Path(self.data).write_text(yaml.safe_dump(content | {"names": list(NAMES)}, sort_keys=False))
+            if not self.hyp:
+                base = PROJECT_ROOT / "data" / "hyp.shapes.yaml"
+                self.hyp = str(runner.write_hyp(base, {"loss_ota": 1, "lr0": 0.003}, self.out / "hyp.yaml"))
+        self.hyp = self.hyp or "data/hyp.scratch.tiny.yaml"
+
+    def arguments(self, epochs, *flags, small=True):
+        """A command line of train.py (words) with the same data, model and --seed for every run."""
+        words = ["--data", self.data, "--cfg", self.cfg, "--hyp", self.hyp, "--weights", "", "--img", self.img,
+                 "--batch-size", self.batch, "--workers", self.workers, "--epochs", epochs, "--seed", 0,
+                 "--noautoanchor", "--device", self.device, *self.more, *flags]  # fmt: skip
+        if self.subset and small and "--subset-size" in runner.known_flags():
+            words += ["--subset-size", self.subset]
+        return list(map(str, words))
+
+    def in_words(self):
+        """The command line that the runs share."""
+        return "train.py " + shlex.join(self.arguments(2))
+
+    def folder_of(self, name):
+        """The folder of a run of this stage."""
+        return self.out / "runs" / re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_")
+
+    def train(self, name, *flags, epochs=2, environment=None):
+        """A training run, which has to reach its end and leave no process behind; its numbers go to `measured`."""
+        before = children()
+        run = self._run(name, flags, environment, epochs)
+        if children() - before:
+            raise Failed(f"{' '.join(flags)}: processes were left behind")
+        self.measured[name] = {
+            "epoch, s": run.typical("seconds"), "img/s": run.typical("speed/images_per_second"),
+            "main process, cores": run.typical("speed/main_cpu"), "a worker, cores": run.typical("speed/worker_cpu"),
+            "GPU": run.typical("speed/gpu_utilisation"), "memory, GB": run.usage.memory,
+        }  # fmt: skip
+        return run
+
+    def train_all(self, variants, epochs):
+        """A Run for each of `variants` (name, flags, environment), `at_once` of them at a time.
+
+        Runs that share the machine say nothing about speed, so only single ones go to `measured`.
+        """
+        if self.at_once == 1:
+            return [self.train(name, *flags, epochs=epochs, environment=more) for name, flags, more in variants]
+        before, order = children(), sorted(range(len(variants)), key=lambda k: not variants[k][2])  # compiling is slow
+        stop = threading.Event()
+        with ThreadPoolExecutor(self.at_once) as pool:
+            try:
+                runs = pool.map(lambda k: self._run(*variants[k], epochs, stop), order)
+                done = dict(zip(order, runs, strict=True))
+            finally:  # after a failure or an interruption nobody waits for the others
+                stop.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+        if children() - before:
+            raise Failed("processes were left behind")
+        return [done[k] for k in range(len(variants))]
+
+    def _run(self, name, flags, environment, epochs, stop=None):
+        print(f"    {name}\n", end="", flush=True)  # in one piece, for other threads print, too
+        run = runner.run_training(
+            self.arguments(epochs, *flags), self.folder_of(name), None, TIMEOUT * self.at_once, environment, stop=stop
+        )
+        if not run.completed or len(run.rows) != epochs:
+            raise Failed(f"{' '.join(flags) or 'no flag'}: {run.message or 'rows are missing'}; see {run.folder}")
+        self.curves[name] = run.rows
+        return run
+
+    def check_all(self, checks):
+        """Make the `checks` {name: function} one after another; yields after each, when a report may be written."""
+        self.findings = [Finding(name, NOT_MADE, "", 0.0) for name in checks]
+        for name, function in checks.items():
+            self.check(name, function)
+            yield
+
+    def check(self, name, function):
+        """Make one check and note what came of it."""
+        print(f"  {name} ...", flush=True)
+        started = time.monotonic()
+        try:
+            status, detail = "passed", function(self) or ""
+        except Failed as error:
+            status, detail = "failed", str(error)
+        except NotMeasured as error:
+            status, detail = "not measured", str(error)
+        except Exception as error:  # a check that breaks is a failed check, and the others go on
+            traceback.print_exc()
+            status, detail = "failed", f"{type(error).__name__}: {error}"
+        finding = Finding(name, status, detail, time.monotonic() - started)
+        self.findings = [finding if planned.name == name else planned for planned in self.findings]
+        print(f"    {status}: {detail}", flush=True)
+
+    def passed(self):
+        """Every check was made, nothing failed, and something was found."""
+        statuses = {finding.status for finding in self.findings}
+        return "passed" in statuses and not statuses & {"failed", NOT_MADE}
+
+    def as_dict(self):
+        return {"findings": [asdict(finding) for finding in self.findings], "measured": self.measured}
+
+
+def children():
+    """Ids of the processes that this one has started and that are still there."""
+    with suppress(psutil.Error):
+        return {child.pid for child in psutil.Process().children(recursive=True) if child.status() != "zombie"}
+    return set()
+
+
+def expect(condition, message):
+    """Fail the check with `message` unless the condition holds."""
+    if not condition:
+        raise Failed(message)
+
+
+def same_results(first, second, tolerance):
+    """In words how far two Runs agree in their training losses of each epoch; Failed beyond `tolerance` (relative)."""
+    pairs = [(a[runner.LOSS], b[runner.LOSS]) for a, b in zip(first.rows, second.rows, strict=True)]
+    difference = max(abs(a - b) / max(abs(a), 1e-9) for a, b in pairs)
+    expect(difference <= tolerance, f"the training loss differs by {difference:.2%}, allowed is {tolerance:.2%}")
+    if [row_without_time(row) for row in first.rows] == [row_without_time(row) for row in second.rows]:
+        return "every number of results.csv is equal"
+    return f"training loss within {difference:.4%} of the run without flags"
+
+
+def row_without_time(row):
+    return {name: value for name, value in row.items() if name not in ("seconds", "memory_gb")}

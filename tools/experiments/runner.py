@@ -1,0 +1,330 @@
+"""Train in a process of its own, watch it, and read what it left behind: for trials, comparisons and approvals."""
+
+import csv
+import difflib
+import logging
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import yaml
+
+from utils.config.options import explicit_options, train_parser
+from utils.loggers.monitor import Usage, Utilisation, gpu_name
+from utils.system.files import PROJECT_ROOT
+
+LOG = "output.log"  # in the run folder: what the process printed
+MAP50, LOSS = "metrics/mAP_0.5", "train/total_loss"  # columns of results.csv
+TIMED_OUT, NOT_WANTED = "timed out", "nobody waits for it any more"
+POLL = 0.2  # seconds between two looks at a process
+CHILD = {"OMP_WAIT_POLICY": "PASSIVE"}  # threads that wait sleep: the workers of the loader need the cores
+GRACE = 15  # seconds that a process is given to end when it is asked to
+
+
+@dataclass
+class Run:
+    """A training process that has ended.
+
+    `status` is completed, stopped (by the caller, who said why in `message`) or failed (`message`: its last words).
+    `rows` are the rows of results.csv, one {column: number} an epoch; `speed` {tag: [value of each epoch]} comes from
+    the event file; `seconds` is the time of the process with its start, `usage` what it used all in all; `memory` are
+    samples of the GB that its processes had for themselves in the epochs after the first.
+    """
+
+    folder: Path
+    status: str
+    message: str = ""
+    seconds: float = 0.0
+    rows: list = field(default_factory=list)
+    speed: dict = field(default_factory=dict)
+    usage: Usage = field(default_factory=Usage)
+    memory: list = field(default_factory=list)
+
+    @property
+    def completed(self):
+        return self.status == "completed"
+
+    def last(self, column):
+        """The value of the last epoch; None without one."""
+        return self.rows[-1].get(column) if self.rows else None
+
+    def typical(self, tag):
+        """Median over the epochs of a tag of `speed` or a column of `rows`; None when there is none.
+
+        The first epoch, which also starts workers and finds kernels, counts only when there is no other.
+        """
+        values = self.speed.get(tag) or [row[tag] for row in self.rows if tag in row]
+        return statistics.median(values[1:] or values) if values else None
+
+    def peak(self, column):
+        return max((row[column] for row in self.rows if column in row), default=None)
+
+    def log(self):
+        return read_log(self.folder)
+
+
+def train_program():
+    """The command that trains; with this interpreter."""
+    return [sys.executable, str(PROJECT_ROOT / "train.py")]
+
+
+def run_training(arguments, folder, on_epoch=None, timeout=None, environment=None, program=None, stop=None):
+    """Train with the command line `arguments` into `folder`, wait for the end, and return the Run.
+
+    `on_epoch(rows)` is called whenever an epoch is complete; what it returns, if anything, is the reason to stop the
+    run. After `timeout` seconds the run is stopped and counts as failed. `environment` adds variables. With everything
+    that ends this function, an interruption included, the process and its workers end too; in another thread than the
+    main one, which no interruption reaches, they end when `stop` (an Event) is set.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    place = ["--project", str(folder.parent), "--name", folder.name, "--exist-ok"]
+    if "--resume" in arguments:  # continues where it is
+        place = []
+    else:
+        forget_results(folder)
+    command = [*(program or train_program()), *map(str, arguments), *place]
+    started = time.monotonic()
+    with (folder / LOG).open("ab") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env=CHILD | os.environ | (environment or {}),
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            with Utilisation(process.pid, interval=1.0, memory=True) as watched:
+                reason = wait_for_end(process, folder, on_epoch, timeout and started + timeout, stop)
+        finally:
+            end_group(process)
+    run = Run(folder, "completed", seconds=time.monotonic() - started, usage=watched.usage())
+    run.rows, run.speed = read_rows(folder), read_speed(folder)
+    start, end = later_epochs(folder, run.rows, started)
+    run.memory = [sample.anonymous for sample in watched.samples if start < sample.time < end]
+    if reason == TIMED_OUT:
+        run.status, run.message = "failed", f"no end after {timeout:.0f} s: the run was stopped"
+    elif reason:
+        run.status, run.message = "stopped", reason
+    elif process.returncode:
+        run.status, run.message = "failed", last_words(run.log(), process.returncode)
+    return run
+
+
+def forget_results(folder):
+    """Remove what an earlier run in the folder left to read, or a run that fails would seem to have results."""
+    for path in (folder / LOG, folder / "results.csv", *folder.glob("events.out.tfevents.*")):
+        path.unlink(missing_ok=True)
+
+
+def wait_for_end(process, folder, on_epoch: Callable | None, deadline, stop=None):
+    """Wait for a training process; why it has to be stopped, or "" when it ended by itself."""
+    results = RowReader(folder)
+    while process.poll() is None:
+        if deadline and time.monotonic() > deadline:
+            return TIMED_OUT
+        if stop and stop.is_set():
+            return NOT_WANTED
+        if on_epoch and results.has_grown() and (reason := on_epoch(results.rows)):
+            return reason
+        time.sleep(POLL)
+    return ""
+
+
+def end_group(process):
+    """End a process that leads a session: it is asked first; what is left of it and its workers is killed."""
+    if process.poll() is None:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE)
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def exit_on_sigterm():
+    """Let SIGTERM end this process as an interruption does, so that the training it started ends too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+
+class RowReader:
+    """Notices new rows of a results.csv."""
+
+    def __init__(self, folder):
+        self.folder, self.size, self.rows = Path(folder), None, read_rows(folder)
+
+    def has_grown(self):
+        path = self.folder / "results.csv"
+        size = path.stat().st_size if path.is_file() else None
+        if size == self.size:
+            return False
+        before, self.size = len(self.rows), size
+        self.rows = read_rows(self.folder)
+        return len(self.rows) > before
+
+
+def read_rows(folder):
+    """results.csv of a run folder: one {column: number} an epoch, without a half line at the end."""
+    path = Path(folder) / "results.csv"
+    if not path.is_file():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        lines = file.read().split("\n")[:-1]  # what comes after the last line end is still being written
+    rows = []
+    for row in csv.DictReader(lines, restval=None):
+        try:
+            rows.append({name: float(value) for name, value in row.items() if value != ""})
+        except (TypeError, ValueError):  # the process is writing this line, or died while it did
+            break
+    return rows
+
+
+def read_speed(folder):
+    """{tag: [value of each epoch]} of the speed scalars in the event files of a run; empty without tensorboard."""
+    try:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    except ImportError:
+        return {}
+    if not any(Path(folder).glob("events.out.tfevents.*")):
+        return {}
+    logging.getLogger("tensorboard").setLevel(logging.WARNING)
+    events = EventAccumulator(str(folder), size_guidance={"images": 1, "scalars": 0})
+    events.Reload()
+    tags = [tag for tag in events.Tags()["scalars"] if tag.startswith(("speed/", "readback/"))]
+    series = {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in tags}
+    return {tag: [values[step] for step in sorted(values)] for tag, values in series.items()}
+
+
+def later_epochs(folder, rows, started):
+    """When the second epoch began and the last one ended, by time.monotonic(), of a process that ended just now.
+
+    It began at `started`; of a run that it continued, only its own time counts.
+    """
+    path = Path(folder) / "results.csv"
+    if len(rows) < 2 or not path.is_file():
+        return 0.0, 0.0
+    end = time.monotonic() - (time.time() - path.stat().st_mtime)  # the last row is written with the last epoch
+    return max(end - sum(row.get("seconds", 0.0) for row in rows[1:]), started), end
+
+
+def read_log(folder):
+    path = Path(folder) / LOG
+    return path.read_text(encoding="utf-8", errors="replace").replace("\r", "\n") if path.is_file() else ""
+
+
+def last_words(log, return_code):
+    """What a failed process says about itself: its error line, else its last line."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error: ") or "Error: " in line]
+    if return_code < 0 and not errors:
+        return f"ended by signal {signal.Signals(-return_code).name}"
+    return (errors or lines or [f"exit status {return_code}"])[-1].removeprefix("error: ")
+
+
+def machine():
+    """What a measurement has to be read with: {name: text}."""
+    versions = []
+    for package in ("torch", "numpy", "opencv-python-headless", "opencv-python"):
+        with suppress(PackageNotFoundError):
+            versions.append(f"{package} {version(package)}")
+    return {
+        "commit": current_commit(),
+        "GPU": gpu_name() or "none that NVML shows",
+        "CPU cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        "packages": ", ".join(versions),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+    }
+
+
+def current_commit():
+    """The commit of the project, and whether tracked files differ from it; "none" outside of git."""
+    try:
+        head = _git("rev-parse", "--short=12", "HEAD")
+        return head + (" with changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "none"
+
+
+def _git(*words):
+    answer = subprocess.run(["git", *words], cwd=PROJECT_ROOT, capture_output=True, text=True, check=True)
+    return answer.stdout.strip()
+
+
+# ---- command lines ---------------------------------------------------------------------------------------------------
+
+
+def known_flags():
+    """Every flag of train.py, e.g. --fast-loss."""
+    return {flag for action in train_parser()._actions for flag in action.option_strings}
+
+
+def override(arguments, overrides):
+    """The command line `arguments` (list of words) of train.py with options replaced: {name: value}, as words.
+
+    True switches a flag on, False and None leave an option out, a list becomes several words.
+    Raises ValueError for a name that train.py does not have.
+    """
+    actions = {action.dest: action for action in train_parser()._actions}
+    options = explicit_options(train_parser(), list(arguments))
+    for name, value in overrides.items():
+        dest = name.lstrip("-").replace("-", "_")
+        if dest not in actions:
+            near = difflib.get_close_matches(dest, actions, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"train.py has no option {name!r}{hint}")
+        options[dest] = value
+    words = []
+    for dest, value in options.items():
+        if value is None or value is False:
+            continue
+        words.append(next(flag for flag in actions[dest].option_strings if flag.startswith("--")))
+        words += [] if value is True else map(str, value if isinstance(value, (list, tuple)) else [value])
+    return words
+
+
+def bind_values(words, names):
+    """`words` of a command line with `--b --fast` written as `--b=--fast` for the options in `names`.
+
+    argparse would take such a value for another option.
+    """
+    words, bound = list(words), []
+    while words:
+        word = words.pop(0)
+        bound.append(f"{word}={words.pop(0)}" if word in names and words else word)
+    return bound
+
+
+def check_arguments(arguments, where):
+    """Raise ValueError when train.py would not understand the command line that came from `where`."""
+    parser = train_parser()
+    parser.exit_on_error = False
+    parser.error, parser.print_help = _raise, lambda: None
+    try:
+        parser.parse_args(list(arguments))
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{where}: train.py does not understand this: {error}") from error
+
+
+def _raise(message):
+    raise ValueError(message)
+
+
+def resume_arguments(folder):
+    """The command line that continues the run in `folder`; None when it has no checkpoint of a complete epoch."""
+    last = Path(folder) / "weights" / "last.pt"
+    return ["--resume", str(last)] if last.is_file() and (Path(folder) / "opt.yaml").is_file() else None
+
+
+def write_hyp(base, changes, path):
+    """A hyper-parameter file with the values of the file `base` and the `changes` {name: value}."""
+    content = yaml.safe_load(Path(base).read_text(encoding="utf-8")) or {}
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(yaml.safe_dump(content | changes, sort_keys=False), encoding="utf-8")
+    return path

@@ -1,0 +1,93 @@
+"""Optuna as a source of trials: the tree-structured Parzen estimator draws them, the median of earlier ones prunes.
+
+What has ended is told to a new study from the table and the run folders, so a restart needs no data base.
+"""
+
+import math
+
+from tools.experiments.runner import MAP50
+from tools.experiments.trials import unfinished_params
+
+INSTALL = "--sampler tpe needs Optuna, which is not installed: pip install optuna"
+
+
+class Tpe:
+    """`num_trials` trials from `space` (see trials.read_space); ValueError when Optuna is missing."""
+
+    def __init__(self, space, num_trials, seed=0):
+        try:
+            import optuna
+        except ImportError as error:
+            raise ValueError(INSTALL) from error
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.optuna, self.num_trials, self.seed, self.study = optuna, num_trials, seed, None
+        self.space = {name: self._distribution(**entry) for name, entry in space.items()}
+
+    def __len__(self):
+        return self.num_trials
+
+    def _distribution(self, choices=None, low=None, high=None, log=False, step=None):
+        kinds = self.optuna.distributions
+        if choices is not None:
+            return kinds.CategoricalDistribution(choices)
+        if isinstance(low, int) and isinstance(high, int) and isinstance(step or 1, int):
+            return kinds.IntDistribution(low, high, log=log, step=step or 1)
+        return kinds.FloatDistribution(float(low), float(high), log=log, step=step)
+
+    def begin(self, trial_id, table):
+        """The overrides of the next trial; None when it has ended already."""
+        if trial_id in table.trials:
+            return None
+        if self.study is None:
+            self._start(table)
+        interrupted = unfinished_params(table, trial_id)
+        if interrupted is not None and interrupted.keys() == self.space.keys():
+            self.study.enqueue_trial(interrupted)
+        self.trial = self.study.ask(self.space)
+        return dict(self.trial.params)
+
+    def is_hopeless(self, rows):
+        """The reason to end the running trial after an epoch, if its mAP@.5 is below the median of the others."""
+        self.trial.report(rows[-1].get(MAP50, 0.0), len(rows) - 1)
+        if self.trial.should_prune():
+            return (
+                f"mAP@.5 {rows[-1].get(MAP50, 0.0):.4f} after epoch {len(rows) - 1} is below the median of the others"
+            )
+        return None
+
+    def end(self, trial):
+        states = self.optuna.trial.TrialState
+        if trial.status == "completed" and _is_number(trial.final_map):
+            self.study.tell(self.trial, trial.final_map)
+        else:
+            self.study.tell(self.trial, state=states.PRUNED if trial.status == "eliminated" else states.FAIL)
+
+    def _start(self, table):
+        """A study that knows the trials that have ended; another seed, or it would draw the same ones again."""
+        sampler = self.optuna.samplers.TPESampler(seed=self.seed + len(table.trials))
+        pruner = self.optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=1)
+        self.study = self.optuna.create_study(direction="maximize", sampler=sampler, pruner=pruner)
+        for _, trial in sorted(table.trials.items()):
+            self.study.add_trial(self._frozen(trial))
+
+    def _frozen(self, trial):
+        states = self.optuna.trial.TrialState
+        done = trial.status == "completed" and _is_number(trial.final_map)
+        state = states.COMPLETE if done else states.PRUNED if trial.status == "eliminated" else states.FAIL
+        params = {name: self._value(name, text) for name, text in trial.params.items() if name in self.space}
+        return self.optuna.trial.create_trial(
+            state=state, value=trial.final_map if done else None, params=params,
+            distributions={name: self.space[name] for name in params},
+            intermediate_values={epoch: score for epoch, score in enumerate(trial.curve) if _is_number(score)},
+        )  # fmt: skip
+
+    def _value(self, name, text):
+        """A parameter as it was before it was written to the table."""
+        kind = self.space[name]
+        if isinstance(kind, self.optuna.distributions.CategoricalDistribution):
+            return next(choice for choice in kind.choices if str(choice) == str(text))
+        return int(text) if isinstance(kind, self.optuna.distributions.IntDistribution) else float(text)
+
+
+def _is_number(value):
+    return value is not None and math.isfinite(value)

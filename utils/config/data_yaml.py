@@ -1,0 +1,224 @@
+"""The data yaml: where the images are and what the classes are called.
+
+Keys: `train`, `val`, `test` (each a folder, a list file, or a list of those), `names` (list, or dict with the keys
+0, 1, 2, ...), and optionally `nc`, `path` (what the entries are relative to), `annotations` (COCO json of `val`).
+
+An entry is looked for in this order, and the first place that exists is taken:
+1. below `path`, if that key is there; a relative `path` counts from the yaml's folder, then from the working directory;
+2. as written, from the working directory (stock behaviour: the only place);
+3. from the yaml's own folder;
+4. from the yaml's own folder without the leading `../` (Roboflow writes `../train/images` beside `train/`).
+"""
+
+import logging
+import os
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from utils.system.files import printable, read_text, shown
+
+logger = logging.getLogger(__name__)
+
+MAX_ENTRIES = 200_000  # a few lines with aliases can stand for more entries than fit into memory
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """A data yaml with its paths resolved."""
+
+    train: str | list | None
+    val: str | list | None
+    test: str | list | None
+    nc: int
+    names: list  # nc strings
+    is_coco: bool  # COCO itself: predictions get COCO's 91 category numbers and a COCO score
+    annotations: str | None  # COCO json of the val split
+    raw: dict  # the file as it was read
+
+
+def load_data_yaml(path, single_cls=False, needed=("train", "val")):
+    """Read the data yaml at `path`; `single_cls` merges all classes into one.
+
+    The entries named in `needed` must exist; the others are resolved if they do. Raises ValueError, naming the file,
+    for broken yaml, missing entries (with every place that was tried), and for `nc` and `names` that disagree. Nothing
+    is downloaded and no command in the file is run.
+    """
+    raw = read_yaml(path)
+    nc, names = _classes(path, raw, single_cls)
+    return DataConfig(
+        **{key: _resolve_key(path, raw, key, key in needed) for key in ("train", "val", "test")},
+        nc=nc,
+        names=names,
+        is_coco=str(path).endswith("coco.yaml"),  # stock behaviour: the name decides
+        annotations=_resolve_key(path, raw, "annotations", False),
+        raw=raw,
+    )
+
+
+def read_yaml(path):
+    """The mapping in a yaml file; ValueError with file and line if it is not one."""
+    try:
+        text = read_text(path)
+    except OSError as error:
+        raise ValueError(f"{printable(path)}: cannot be read ({error.strerror})") from error
+    try:
+        content = yaml.safe_load(text)
+    except Exception as error:  # PyYAML lets through whatever int(), float() and the like raise for a value
+        raise ValueError(f"{printable(path)}:{_line_of(error, text)}: not valid yaml: {_problem(error)}") from error
+    if not _is_bounded(content):
+        raise ValueError(f"{printable(path)}: more than {MAX_ENTRIES} entries once its *aliases are written out")
+    if not isinstance(content, dict):
+        found = "nothing, the file is empty" if content is None else type(content).__name__
+        raise ValueError(f"{printable(path)}: expected `key: value` lines, found {found}")
+    for key, line in _repeated_keys(text):
+        logger.warning("%s:%d: %s stands here once more; the last one counts", printable(path), line, shown(key))
+    return content
+
+
+def _repeated_keys(text):
+    """(key, line) of every key that its mapping has already; PyYAML takes the last one without a word."""
+    waiting, seen, found = [yaml.compose(text, yaml.SafeLoader)], set(), []
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, yaml.ScalarNode) or id(node) in seen:  # aliases lead to the same node
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+            continue
+        waiting += [value for _, value in node.value]
+        count = Counter()
+        for key in [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]:
+            count[key.tag, key.value] += 1
+            if count[key.tag, key.value] > 1:
+                found.append((key.value, key.start_mark.line + 1))
+    return found
+
+
+def _is_bounded(content):
+    """Whether lists and mappings hold at most MAX_ENTRIES things, those counted again that are named again."""
+    waiting, count = [content], 0
+    while waiting and count <= MAX_ENTRIES:
+        entry = waiting.pop()
+        if isinstance(entry, (list, tuple, dict)):
+            count += len(entry)
+            waiting += entry.values() if isinstance(entry, dict) else entry
+    return count <= MAX_ENTRIES
+
+
+def _line_of(error, text):
+    mark = getattr(error, "problem_mark", None)
+    return mark.line + 1 if mark else text.count("\n", 0, getattr(error, "position", 0)) + 1
+
+
+def _problem(error):
+    if isinstance(error, yaml.reader.ReaderError):
+        return f"{error.reason}; save the file as UTF-8 text"
+    if isinstance(error, RecursionError):
+        return "brackets nested too deeply"
+    return shown(str(getattr(error, "problem", None) or error))[1:-1]
+
+
+def _classes(path, raw, single_cls):
+    """(nc, names) from the keys of the same name."""
+    names = _names(path, raw.get("names"))
+    if single_cls:
+        return 1, names if len(names) == 1 else ["item"]
+    found = raw.get("nc", len(names))
+    nc = _whole_number(found)
+    if nc is None or nc < 1:
+        raise ValueError(f"{printable(path)}: nc must be a whole number of at least 1, found {shown(found)}")
+    if nc != len(names):
+        raise ValueError(f"{printable(path)}: nc is {shown(nc)} but there are {len(names)} names; correct one of them")
+    return nc, names
+
+
+def _whole_number(value):
+    """An int that a yaml may also write as 2.0 or '2'; None for anything else. The int may be beyond any float."""
+    if isinstance(value, str) and value.strip().isdecimal() and len(value) < 20:
+        return int(value)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _names(path, names):
+    """Class names as a list of strings, from a list or from a dict with the keys 0, 1, 2, ..."""
+    if isinstance(names, dict):
+        try:
+            by_id = {int(str(key)): name for key, name in names.items()}
+        except (TypeError, ValueError) as error:
+            why = shown(str(error))[1:-1]
+            raise ValueError(f"{printable(path)}: the keys of names must be numbers, {why}") from error
+        if len(by_id) < len(names):
+            raise ValueError(f"{printable(path)}: two keys of names are the same number, with and without quotes")
+        missing = sorted(set(range(len(names))) - set(by_id))
+        if missing:
+            raise ValueError(
+                f"{printable(path)}: names has the keys {sorted(by_id)[:10]}, but class ids run from 0 without gaps; "
+                f"missing: {', '.join(map(str, missing[:10]))}"
+            )
+        names = [by_id[index] for index in range(len(by_id))]
+    if not isinstance(names, list) or not names:
+        raise ValueError(f"{printable(path)}: names must be a list of class names, found {shown(names)}")
+    for index, name in enumerate(names):
+        if name is None or isinstance(name, (bool, list, dict)):
+            logger.warning("%s: names[%d] is read as %r; put the name in quotes", printable(path), index, name)
+    return [str(name) for name in names]
+
+
+def _resolve_key(path, raw, key, needed):
+    """The value of `key` with every entry replaced by the place where it exists."""
+    value = raw.get(key)
+    if value is None or value == "" or value == []:
+        if needed:
+            raise ValueError(f"{printable(path)}: the key `{key}` is missing; it says where the {key} images are")
+        return None
+    entries = value if isinstance(value, list) else [value]
+    resolved = [_resolve(path, raw, key, entry, needed) for entry in entries]
+    return resolved if isinstance(value, list) else resolved[0]
+
+
+def _resolve(path, raw, key, entry, needed):
+    if not isinstance(entry, str):
+        raise ValueError(f"{printable(path)}: {key} must be a path or a list of paths, found {shown(entry)}")
+    base = raw.get("path")
+    if isinstance(base, (list, dict)):
+        raise ValueError(f"{printable(path)}: path must be one folder, found {shown(base)}")
+    below_base, elsewhere = _places(Path(path).parent, base, entry.strip())
+    for place in (*below_base, *elsewhere):
+        if os.path.exists(place):
+            if base and place not in below_base:
+                logger.warning("%s: %s: not found below path %s, %s is used", printable(path), key, base, place)
+            return place
+    if not needed:
+        return entry
+    download = printable(str(raw.get("download") or "").strip())[:200]
+    advice = (
+        f" The file has a download entry, which is never run here; fetch the data yourself: {download}"
+        if download
+        else ""
+    )
+    tried = dict.fromkeys(printable(os.path.abspath(place)) for place in (*below_base, *elsewhere))
+    raise ValueError(f"{printable(path)}: {key}: {printable(entry)} does not exist. Tried: {', '.join(tried)}.{advice}")
+
+
+def _places(yaml_folder, base, entry):
+    """Candidates for `entry` in the order that the top of this file gives: those below `base`, and all others."""
+    entry = os.path.expanduser(entry)
+    base = os.path.expanduser(str(base).strip()) if base else None
+    below_base, elsewhere = [], []
+    for separator in ("\\", "/"):  # the second for files made on Windows
+        text = entry.replace("\\", separator)
+        if base:
+            folder = base.replace("\\", separator)
+            below_base += [os.path.join(yaml_folder, folder, text), os.path.join(folder, text)]
+        elsewhere += [text, os.path.join(yaml_folder, text)]
+        inside = text
+        while inside.startswith("../"):
+            inside = inside[3:]
+        elsewhere.append(os.path.join(yaml_folder, inside))
+    return below_base, elsewhere

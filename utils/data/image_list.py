@@ -1,0 +1,129 @@
+"""From a path entry of the data yaml to the sorted list of pictures, and from pictures to their label files."""
+
+import os
+from pathlib import Path
+
+from utils.data.images import IMAGE_SUFFIXES
+from utils.data.label_rows import Note
+from utils.system.files import printable, read_text, split_lines
+
+LINE_IGNORED = "list entry ignored"
+FILE_IGNORED = "file ignored"
+MAX_SHOWN = 80  # characters of a list line in a message
+# Pictures that are not read here; other files (archives, annotations) beside the pictures are nobody's concern.
+OTHER_IMAGE_SUFFIXES = ("avif", "gif", "heic", "heif", "jfif", "jp2", "jpe", "pgm", "ppm", "tga")
+
+
+def expand_paths(path):
+    """Sorted picture paths for a directory, a list file, or a list of those; ValueError names what does not work.
+
+    Sorting is by code points, upper case before lower case and a10 before a2, as in stock YOLOv7.
+    """
+    return find_images(path)[0]
+
+
+def img2label_paths(paths):
+    """Label path of every picture: the last folder called `images` becomes `labels`, the suffix becomes `txt`."""
+    return [_label_path(path) for path in paths]
+
+
+def find_images(path):
+    """(sorted picture paths without repetition, notes about what was passed over) for `expand_paths`."""
+    entries = path if isinstance(path, (list, tuple)) else [path]
+    found, notes = [], []
+    for entry in entries:
+        entry = Path(entry)
+        if entry.is_dir():
+            below, remarks = _images_below(str(entry))
+        elif _is_image(entry.name) and entry.is_file():
+            raise ValueError(f"{printable(entry)} is one image; a folder of images or a list of image paths is needed")
+        elif entry.is_file():
+            below, remarks = _images_listed_in(entry)
+        else:
+            raise ValueError(
+                f"{printable(entry)} does not exist; a folder of images or a list of image paths is needed"
+            )
+        found += below
+        notes += remarks
+    unique = _without_repetitions(sorted(found), notes)
+    if not unique:
+        raise ValueError(
+            f"no images in {', '.join(map(printable, entries))}; supported suffixes: {', '.join(IMAGE_SUFFIXES)}"
+            + "".join(f"; {note.place}: {note.reason}" for note in notes[:3])
+        )
+    return unique, notes
+
+
+def _is_image(name, suffixes=IMAGE_SUFFIXES):
+    return "." in name and name.rpartition(".")[2].lower() in suffixes
+
+
+def _images_below(folder):
+    """(picture paths, notes) of `folder` and all folders below it.
+
+    Hidden ones are left out, symbolic links to folders are followed. The notes name pictures of other formats, and
+    folders that cannot be read.
+    """
+    found, notes = [], []
+
+    def note_unreadable(error):
+        notes.append(Note(FILE_IGNORED, f"folder cannot be read ({error.strerror})", printable(error.filename)))
+
+    for root, folders, names in os.walk(folder, onerror=note_unreadable, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".") and not _leads_back(root, name)]
+        names = [name for name in names if not name.startswith(".")]
+        found += [os.path.join(root, name) for name in names if _is_image(name)]
+        others = [os.path.join(root, name) for name in names if _is_image(name, OTHER_IMAGE_SUFFIXES)]
+        notes += [Note(FILE_IGNORED, "image suffix not supported", printable(file)) for file in others]
+    return found, notes
+
+
+def _leads_back(root, name):
+    """Whether folder `name` in `root` is a symbolic link to one of the folders that lead to it: an endless loop."""
+    folder = Path(root, name)
+    return folder.is_symlink() and any(folder.samefile(parent) for parent in folder.parents)
+
+
+def _images_listed_in(list_file):
+    """(picture paths, notes) of a text file with one path a line; blank lines and `#` comments are skipped."""
+    found, notes = [], []
+    folder = str(list_file.parent)
+    for number, line in enumerate(split_lines(read_text(list_file)), 1):
+        line = line.strip()
+        if not line:
+            continue
+        path = _resolve(line, folder)
+        if path and _is_image(path):
+            found.append(path)
+        elif not line.startswith("#"):
+            reason = "not an image suffix" if path else "no such file, neither beside the list nor from here"
+            notes.append(Note(LINE_IGNORED, reason, f"{printable(list_file)}:{number} {printable(line)[:MAX_SHOWN]}"))
+    return found, notes
+
+
+def _resolve(line, folder):
+    """The existing file that a list line means, relative to the list's `folder`, else to the working directory."""
+    for text in dict.fromkeys((line, line.replace("\\", "/"))):  # the second for lists made on Windows
+        text = text[2:] if text.startswith("./") else text
+        for candidate in (os.path.join(folder, text), text):
+            if os.path.isfile(candidate):
+                return candidate
+    return None
+
+
+def _without_repetitions(paths, notes):
+    """`paths` without those that name a file again; each repetition is added to `notes`."""
+    unique = {}
+    for path in paths:
+        if unique.setdefault(os.path.abspath(path), path) is not path:
+            notes.append(Note(LINE_IGNORED, "the image is named more than once", printable(path)))
+    return list(unique.values())
+
+
+def _label_path(path):
+    folder, separator, name = path.replace(os.sep, "/").rpartition("/")
+    parts = folder.split("/")
+    if "images" in parts:
+        last = len(parts) - 1 - parts[::-1].index("images")
+        parts[last] = "labels"
+    return "/".join(parts) + separator + name.rpartition(".")[0] + ".txt"

@@ -1,0 +1,251 @@
+"""Pictures at the training size, and mosaics of them.
+
+A mosaic is drawn first and painted later: `Mosaic` knows from the sizes alone where each picture lies, and reads only
+those of which something shows. Draws never depend on pixels, so this changes no random stream.
+"""
+
+import random
+from functools import cached_property
+from typing import NamedTuple
+
+import cv2
+import numpy as np
+
+from utils.data.images import read_image
+from utils.data.paste import sample_segments
+from utils.data.transforms import GREY, copy_paste, draw_warp, reused, warp_labels
+from utils.ops.polygons import Polygons
+
+NO_POLYGON = np.zeros((0, 2), np.float32)
+
+
+def load_image(dataset, index):
+    """Picture `index` at the training size: (uint8 [h x w x 3] BGR, (height, width) in the file, (h, w)).
+
+    A cached picture is returned itself, not as a copy; it is read-only.
+    """
+    if dataset.imgs[index] is not None:
+        return dataset.imgs[index], dataset.img_hw0[index], dataset.img_hw[index]
+    img = read_image(dataset.img_files[index])
+    height0, width0 = img.shape[:2]
+    height, width = resized_shape(height0, width0, dataset.img_size)
+    if max(height0, width0) != dataset.img_size:
+        shrinks = max(height0, width0) > dataset.img_size
+        method = cv2.INTER_AREA if shrinks and not dataset.augment else cv2.INTER_LINEAR
+        img = cv2.resize(img, (width, height), interpolation=method)
+    return img, (height0, width0), (height, width)
+
+
+def resized_shape(height, width, size):
+    """(height, width) of a picture whose long side becomes `size`; at least one pixel each.
+
+    stock behaviour: truncated, so that rounding makes some long sides one pixel shorter than `size`.
+    """
+    gain = size / max(height, width)
+    return max(int(height * gain), 1), max(int(width * gain), 1)
+
+
+class Tile(NamedTuple):
+    """Picture `index` of the data set, `width` x `height`, with its top left corner at (x, y), perhaps outside."""
+
+    index: int
+    x: int
+    y: int
+    width: int
+    height: int
+
+
+class Mosaic:
+    """A square canvas of twice the training size with pictures on it, painted when it is sliced like a picture."""
+
+    def __init__(self, dataset, tiles, window=None):
+        """`window` (x, y): where the canvas begins in the coordinates of the `tiles`; None is (0, 0)."""
+        self.dataset = dataset
+        self.tiles = tiles
+        self.window = window
+        self.side = 2 * dataset.img_size
+        self.shape = self.side, self.side, 3
+
+    @cached_property
+    def places(self):
+        """What each label is scaled and shifted by [n x 4: width, height, x, y of its tile, float32]."""
+        corners = [(tile.width, tile.height, tile.x, tile.y) for tile in self.tiles]
+        return np.array(corners, np.float32).repeat([len(self.dataset.labels[tile.index]) for tile in self.tiles], 0)
+
+    def labels(self):
+        """Labels of all pictures [n x 5: class, x1, y1, x2, y2] in pixels, clipped to the canvas."""
+        labels = np.concatenate([self.dataset.labels[tile.index] for tile in self.tiles])
+        centre, half, size, shift = labels[:, 1:3], labels[:, 3:] / 2, self.places[:, :2], self.places[:, 2:]
+        high = size * (centre + half) + shift
+        labels[:, 1:3], labels[:, 3:] = size * (centre - half) + shift, high
+        boxes = labels[:, 1:]
+        if self.window is not None:
+            boxes -= np.array(self.window * 2, np.float32)
+        np.minimum(np.maximum(boxes, 0, out=boxes), self.side, out=boxes)
+        return labels
+
+    def segments(self, chosen=None):
+        """The polygon [m x 2] of each label in pixels, clipped to the canvas, as Polygons; none for mere boxes.
+
+        Only those of the labels where `chosen` [n] is true, or of all.
+        """
+        parts = [self._polygons(tile) for tile in self.tiles]
+        points, counts = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        places = self.places
+        if chosen is not None:
+            points, counts, places = points[chosen.repeat(counts)], counts[chosen], places[chosen]
+        places = places.repeat(counts, 0)
+        points *= places[:, :2]
+        points += places[:, 2:]
+        if self.window is not None:
+            points = points - np.array(self.window)  # in float64 from here on, as in stock
+        np.minimum(np.maximum(points, 0, out=points), self.side, out=points)
+        return Polygons(points, counts)
+
+    def _polygons(self, tile):
+        """The polygons of a picture as they are in its label file: (points [k x 2], counts [n])."""
+        polygons = self.dataset.segments[tile.index]
+        if len(polygons):
+            polygons = Polygons.of(polygons)
+            return polygons.points, polygons.counts
+        return NO_POLYGON, np.zeros(len(self.dataset.labels[tile.index]), np.int64)
+
+    def __getitem__(self, slices):
+        """Pixels of `mosaic[y1:y2, x1:x2]` [h x w x 3]; reads only the pictures that show there."""
+        rows, columns = slices
+        (y1, y2, _), (x1, x2, _) = rows.indices(self.side), columns.indices(self.side)
+        part = np.empty((y2 - y1, x2 - x1, 3), np.uint8)
+        self.paint(part, x1, y1)
+        return part
+
+    def painted(self, visible_area):
+        """A canvas [side x side x 4, the last channel without meaning], painted inside `visible_area` (x1, y1, x2, y2).
+
+        Pictures outside of the area are not read. It is valid until the next mosaic is painted.
+        """
+        x1, y1, x2, y2 = (int(min(max(value, 0), self.side)) for value in visible_area)
+        canvas = reused("mosaic", self.side, self.side, 4)
+        self.paint(canvas[y1 : y2 + 1, x1 : x2 + 1], x1, y1)
+        return canvas
+
+    def paint(self, part, left, top):
+        """Paint `part` [h x w x 3 or 4] of the canvas, which begins at (left, top); reads the pictures that show."""
+        origin_x, origin_y = self.window or (0, 0)
+        places = [_Place.of(part, tile, tile.x - origin_x - left, tile.y - origin_y - top) for tile in self.tiles]
+        if sum(place.area for place in places) < part.shape[0] * part.shape[1]:  # tiles do not overlap
+            part[...] = GREY
+        for tile, place in zip(self.tiles, places, strict=True):
+            if place.area:
+                place.paste(part, self._picture(tile))
+
+    def _picture(self, tile):
+        img, _, shape = load_image(self.dataset, tile.index)
+        if shape != (tile.height, tile.width):
+            raise ValueError(
+                f"{self.dataset.img_files[tile.index]}: the picture changed its size since the labels were scanned; "
+                "start again, so that it is scanned anew"
+            )
+        return img
+
+
+class _Place(NamedTuple):
+    """The part of a canvas that a tile covers, perhaps nothing, and where the tile begins."""
+
+    x: int
+    y: int
+    left: int
+    top: int
+    right: int
+    bottom: int
+
+    @classmethod
+    def of(cls, canvas, tile, x, y):
+        """The place of a `tile` with its top left corner at (x, y) of `canvas`; what lies outside is cut off."""
+        height, width = canvas.shape[:2]
+        left, top = max(x, 0), max(y, 0)
+        right, bottom = min(x + tile.width, width), min(y + tile.height, height)
+        return cls(x, y, left, top, max(right, left), max(bottom, top))
+
+    @property
+    def area(self):
+        return (self.right - self.left) * (self.bottom - self.top)
+
+    def paste(self, canvas, img):
+        """Copy what shows of `img` [h x w x 3] into `canvas` [h x w x 3 or 4]."""
+        shown = img[self.top - self.y : self.bottom - self.y, self.left - self.x : self.right - self.x]
+        place = canvas[self.top : self.bottom, self.left : self.right]
+        if canvas.shape[2] == 3:
+            place[...] = shown
+        else:
+            cv2.cvtColor(shown, cv2.COLOR_BGR2BGRA, dst=place)
+
+
+def _shape(dataset, index):
+    width, height = dataset.shapes[index].tolist()
+    return resized_shape(height, width, dataset.img_size)
+
+
+def draw_mosaic4(dataset, index):
+    """Picture `index` and three others round a random centre: top left, top right, bottom left, bottom right."""
+    size = dataset.img_size
+    centre_y, centre_x = (int(random.uniform(-border, 2 * size + border)) for border in dataset.mosaic_border)
+    indices = [index, *random.choices(dataset.indices, k=3)]
+    tiles = []
+    for i, (is_right, is_below) in zip(indices, ((0, 0), (1, 0), (0, 1), (1, 1)), strict=True):
+        height, width = _shape(dataset, i)
+        x = centre_x if is_right else centre_x - width
+        y = centre_y if is_below else centre_y - height
+        tiles.append(Tile(i, x, y, width, height))
+    return Mosaic(dataset, tiles)
+
+
+def draw_mosaic9(dataset, index):
+    """Picture `index` with eight others clockwise round it, seen through a window at a random place."""
+    size = dataset.img_size
+    indices = [index, *random.choices(dataset.indices, k=8)]
+    shapes = [_shape(dataset, i) for i in indices]
+    h, w = zip(*shapes, strict=True)
+    left, top, right, bottom = size, size, size + w[0], size + h[0]  # edges of the picture in the middle
+    corners = (
+        (left, top),
+        (left, top - h[1]),
+        (left + w[1], top - h[2]),
+        (right, top),
+        (right, top + h[3]),
+        (right - w[5], bottom),
+        (right - w[5] - w[6], bottom),
+        (left - w[7], bottom - h[7]),
+        (left - w[8], bottom - h[7] - h[8]),
+    )
+    tiles = [Tile(i, *corner, w, h) for i, corner, (h, w) in zip(indices, corners, shapes, strict=True)]
+    window_y, window_x = (int(random.uniform(0, size)) for _ in range(2))
+    return Mosaic(dataset, tiles, window=(window_x, window_y))
+
+
+def load_mosaic(dataset, index):
+    """A warped mosaic of four: (picture [s x s x 3], labels [n x 5: class, x1, y1, x2, y2])."""
+    return _warped(draw_mosaic4(dataset, index), dataset.hyp, dataset.mosaic_border)
+
+
+def load_mosaic9(dataset, index):
+    """A warped mosaic of nine: (picture [s x s x 3], labels [n x 5: class, x1, y1, x2, y2])."""
+    return _warped(draw_mosaic9(dataset, index), dataset.hyp, dataset.mosaic_border)
+
+
+def load_samples(dataset, index):
+    """Draw a mosaic of four and half of its objects with polygons, for paste-in: a list of Sample."""
+    mosaic = draw_mosaic4(dataset, index)
+    return sample_segments(mosaic, mosaic.labels(), mosaic.segments(), probability=0.5)
+
+
+def _warped(mosaic, hyp, border):
+    ranges = [hyp[name] for name in ("degrees", "translate", "scale", "shear", "perspective")]
+    labels = mosaic.labels()
+    if hyp["copy_paste"]:
+        canvas, labels, segments = copy_paste(mosaic[:, :], labels, mosaic.segments(), hyp["copy_paste"])
+        warp = draw_warp(mosaic.side, mosaic.side, *ranges, border)
+        return warp.image(canvas), warp_labels(labels, segments, warp)
+    warp = draw_warp(mosaic.side, mosaic.side, *ranges, border)
+    near = warp.may_show(labels[:, 1:])  # the others would be dropped in the end
+    labels = warp_labels(labels[near], mosaic.segments(near), warp)
+    return mosaic.dataset.finish.warped(mosaic, warp), labels

@@ -1,0 +1,132 @@
+"""Paste-in: objects cut out of other mosaics along their polygons, scaled into free places of a training picture.
+
+The objects are samples that only know where they are; pixels are read, and pictures decoded, for the few that get used.
+"""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import cv2
+import numpy as np
+
+from utils.data.transforms import MAX_OVERLAP
+from utils.ops.boxes import bbox_ioa
+from utils.ops.polygons import Polygons
+
+# largest side of the place, as a share of the picture, for each of the 20 attempts
+PLACE_SCALES = 2 * [0.75] + 4 * [0.5] + 4 * [0.25] + 4 * [0.125] + 6 * [0.0625]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An object on a canvas (anything with a shape and two-dimensional slicing, such as a picture).
+
+    `box` is (x1, y1, x2, y2) in whole pixels, ends excluded; `outline` [m x 2] int32.
+    """
+
+    category: float
+    box: tuple
+    outline: np.ndarray
+    canvas: Any
+
+    @property
+    def size(self):
+        """(width, height) of the box."""
+        x1, y1, x2, y2 = self.box
+        return x2 - x1, y2 - y1
+
+    def cut_out(self):
+        """Pixels of the box [h x w x 3], black outside of the outline.
+
+        stock behaviour: channel values of 0 inside the outline become 255.
+        """
+        x1, y1, x2, y2 = self.box
+        picture, mask = self.canvas[y1:y2, x1:x2].copy(), cv2.cvtColor(self._mask(), cv2.COLOR_GRAY2BGR)
+        picture |= -(picture == 0).view(np.uint8)  # 255 where it is 0
+        picture &= mask
+        return picture
+
+    def _mask(self):
+        """255 inside the outline, 0 outside [h x w of the box].
+
+        It is drawn on the smallest part of the canvas that holds outline and box: the edge of a smaller area would cut
+        the outline, which moves the pixels of its lines.
+        """
+        x1, y1, x2, y2 = self.box
+        height, width = self.canvas.shape[:2]
+        (low_x, low_y), (high_x, high_y) = self.outline.min(0), self.outline.max(0)
+        left, top = max(min(low_x, x1), 0), max(min(low_y, y1), 0)
+        right, bottom = min(max(high_x + 1, x2), width), min(max(high_y + 1, y2), height)
+        mask = np.zeros((bottom - top, right - left), np.uint8)
+        cv2.drawContours(mask, [self.outline - (left, top)], -1, 255, cv2.FILLED)
+        return mask[y1 - top : y2 - top, x1 - left : x2 - left]
+
+
+def sample_segments(canvas, labels, segments, probability=0.5):
+    """Draw that share of the objects with a polygon; a list of Sample.
+
+    `labels` [n x 5: class, x1, y1, x2, y2] and `segments` (n polygons, empty for mere boxes) in pixels of `canvas`.
+    Objects without area in whole pixels are left out.
+    """
+    polygons = Polygons.of(segments)
+    rows = np.flatnonzero(polygons.counts)
+    if not len(rows):
+        return []
+    height, width = canvas.shape[:2]
+    corners = labels[rows, 1:5].astype(np.int64).clip(0, (width - 1, height - 1) * 2).tolist()
+    samples = []
+    for j in random.sample(range(len(rows)), k=round(probability * len(rows))):
+        x1, y1, x2, y2 = corners[j]
+        if x2 > x1 and y2 > y1:
+            outline = polygons[rows[j]].astype(np.int32)
+            samples.append(Sample(float(labels[rows[j], 0]), (x1, y1, x2, y2), outline, canvas))
+    return samples
+
+
+def pastein(img, labels, samples):
+    """Try 20 times to paste one of `samples` into `img`, in place, where it hides little; returns the labels.
+
+    Makes its draws even without samples.
+    """
+    height, width = img.shape[:2]
+    for scale in PLACE_SCALES:
+        if random.random() < 0.2:
+            continue
+        place = _draw_place(height, width, scale)
+        x1, y1, x2, y2 = place
+        if not samples or x2 - x1 <= 20 or y2 - y1 <= 20:
+            continue
+        if (bbox_ioa(np.array(place), labels[:, 1:5]) >= MAX_OVERLAP).any():
+            continue
+        sample = samples[random.randint(0, len(samples) - 1)]
+        pasted = _paste(img, sample, place)
+        if pasted is not None:
+            label = np.array([[sample.category, *pasted]], labels.dtype)
+            labels = np.concatenate((labels, label))
+    return labels
+
+
+def _draw_place(height, width, scale):
+    """A random box (x1, y1, x2, y2) with sides of at most `scale` times the picture's."""
+    place_height = random.randint(1, max(int(height * scale), 1))
+    place_width = random.randint(1, max(int(width * scale), 1))
+    x1 = max(0, random.randint(0, width) - place_width // 2)
+    y1 = max(0, random.randint(0, height) - place_height // 2)
+    return x1, y1, min(width, x1 + place_width), min(height, y1 + place_height)
+
+
+def _paste(img, sample, place):
+    """Scale `sample` into the corner of `place` and copy it; its box (x1, y1, x2, y2), or None if too small."""
+    x1, y1, x2, y2 = place
+    sample_width, sample_height = sample.size
+    gain = min((y2 - y1) / sample_height, (x2 - x1) / sample_width)
+    width, height = int(sample_width * gain), int(sample_height * gain)
+    if width <= 10 or height <= 10:
+        return None
+    pixels = cv2.resize(sample.cut_out(), (width, height))
+    visible = pixels > 0
+    if np.count_nonzero(visible) <= 60:  # stock behaviour: counts channel values, not pixels
+        return None
+    np.copyto(img[y1 : y1 + height, x1 : x1 + width], pixels, where=visible)
+    return x1, y1, x1 + width, y1 + height

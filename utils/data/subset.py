@@ -1,0 +1,93 @@
+"""Training on a part of the data set: a random but reproducible one (--subset-size), or its beginning (--overfit)."""
+
+import logging
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+from torch import nn
+
+from utils.engine.optimizer import NOMINAL_BATCH
+
+logger = logging.getLogger(__name__)
+
+OVERFIT_SAMPLES = 10
+# A run that memorises a few images takes a few hundred steps: its warm-up has to be over long before.
+OVERFIT_HYP = {"warmup_min_iters": 30, "warmup_epochs": 0.0}
+# BatchNorm's running statistics have to keep up with weights that change fast; the images are always the same.
+OVERFIT_MOMENTUM = 0.3
+
+
+def picker(opt):
+    """The function that leaves of a ScannedDataset what these options train on; None for all of it."""
+    if opt.overfit:
+        return partial(first, count=opt.subset_size or OVERFIT_SAMPLES)
+    if opt.subset_size:
+        return partial(random_part, count=opt.subset_size, seed=opt.subset_seed)
+    return None
+
+
+def overfit_hyp(hyp):
+    """The hyper-parameters of an --overfit run: a short warm-up, unless the file names its length itself."""
+    return hyp | OVERFIT_HYP if "warmup_min_iters" not in hyp else hyp
+
+
+def quicken_statistics(model):
+    """Give BatchNorm of a model that memorises images a short memory."""
+    for layer in model.modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            layer.momentum = OVERFIT_MOMENTUM
+
+
+def batch_weight(opt, num_images):
+    """How many batches one batch counts for. An epoch of --overfit, `num_images`, is too short to collect the gradients
+    of a nominal batch, so that each batch stands for one.
+    """
+    return NOMINAL_BATCH / min(opt.total_batch_size, num_images) if opt.overfit else 1
+
+
+def first(scanned, count):
+    """The first `count` pictures."""
+    return _chosen(scanned, range(min(count, len(scanned.img_files))))
+
+
+def random_part(scanned, count, seed):
+    """`count` pictures drawn with `seed`, in the order of the data set; see `choose`."""
+    chosen = choose(scanned.labels, count, seed)
+    missing = _classes(scanned.labels) - _classes([scanned.labels[i] for i in chosen])
+    if missing:
+        logger.warning("--subset-size %d has no image of the classes %s", count, ", ".join(map(str, sorted(missing))))
+    logger.info("Training on %d of %d images (--subset-seed %d)", len(chosen), len(scanned.labels), seed)
+    return _chosen(scanned, chosen)
+
+
+def choose(labels, count, seed):
+    """Sorted indices of `count` images (or all, if there are no more), drawn with `seed`; every class, if possible.
+
+    `labels` is the list of [n x 5: class, x, y, w, h] of all images. The images are shuffled; first each class, the
+    rarest first, takes the next image that has it, unless one that is taken already does; the next ones fill up.
+    """
+    order = np.random.default_rng(seed).permutation(len(labels)).tolist()
+    images_of = {}  # by class, in the drawn order
+    for i in order:
+        for class_id in _classes([labels[i]]):
+            images_of.setdefault(class_id, []).append(i)
+    chosen = {}  # the keys are a set that keeps its order
+    for class_id in sorted(images_of, key=lambda c: (len(images_of[c]), c)):
+        if len(chosen) < count and not any(class_id in labels[i][:, 0] for i in chosen):
+            chosen[images_of[class_id][0]] = None
+    for i in order:
+        if len(chosen) >= count:
+            break
+        chosen[i] = None
+    return sorted(chosen)
+
+
+def _classes(labels):
+    return {int(class_id) for rows in labels for class_id in rows[:, 0]}
+
+
+def _chosen(scanned, indices):
+    lists = ("img_files", "label_files", "labels", "segments")
+    picked = {name: [getattr(scanned, name)[i] for i in indices] for name in lists}
+    return replace(scanned, shapes=scanned.shapes[list(indices)], **picked)

@@ -1,0 +1,91 @@
+"""What a checkpoint holds beyond stock's layout, so that a resumed run ends as if it had never been interrupted.
+
+It lies under one key of its own, which stock tools ignore: weights and their average in full precision (stock's own
+entries are rounded to half), how far the run has come, all random states, and the options and hyper-parameters that
+were in force. Everything is a tensor, a number or text, so that the restricted reader takes it.
+"""
+
+import logging
+from pathlib import Path
+
+import numpy as np
+
+from utils.system import random_state
+from utils.system.distributed import unwrap
+
+logger = logging.getLogger(__name__)
+
+KEY = "full_state"
+# Options whose change is reported when a run goes on; those that begin a new run cannot change.
+REPORTED = ("epochs", "total_batch_size", "world_size", "workers", "device", "test_batch_size", "patience",
+            "save_period", "eval_interval")  # fmt: skip
+
+
+def checkpoint(training, epoch, progress, results_text, opt):
+    """The content of a checkpoint after `epoch`: stock's, and under KEY all that it lacks."""
+    content = training.checkpoint(epoch, progress.best_fitness, results_text)
+    content[KEY] = {
+        "model": _copied(unwrap(training.model)),
+        "ema": _copied(training.ema.ema),
+        "scheduler": {"last_epoch": training.scheduler.last_epoch},
+        "accumulate": training.accumulate,
+        "results": [float(value) for value in progress.results],
+        "maps": [float(value) for value in progress.maps],
+        "best_epoch": progress.best_epoch,
+        "tested_epoch": progress.tested_epoch,
+        "random_states": [random_state.capture(), *progress.random_states[1:]],
+        "options": {name: _plain(value) for name, value in vars(opt).items()},
+        "hyp": dict(training.hyp),
+    }
+    return content
+
+
+def _copied(model):
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def _plain(value):
+    return str(value) if isinstance(value, Path) else value
+
+
+def of(stored):
+    """What `checkpoint` added to a Checkpoint; None when it was written by another program."""
+    state = stored.extra.get(KEY)
+    return state if isinstance(state, dict) else None
+
+
+def restore(stored, training, progress, opt):
+    """Complete what Training.restore took from stock's entries of the Checkpoint `stored`.
+
+    Rates, weight decay and accumulation are those of the present options: a changed batch size or number of epochs
+    takes effect at once. Raises ValueError when the state does not fit the model.
+    """
+    state = of(stored)
+    progress.random_states = []
+    if state is None:
+        logger.info("%s holds no full state: weights go on from half precision, random streams anew", stored.path)
+        return
+    try:
+        unwrap(training.model).load_state_dict(state["model"])
+        training.ema.ema.load_state_dict(state["ema"])
+        training.resume_schedule(stored.epoch)
+        if state["options"].get("total_batch_size") == opt.total_batch_size:
+            training.accumulate = state["accumulate"]
+        progress.results, progress.maps = tuple(state["results"]), np.array(state["maps"], dtype=np.float64)
+        progress.best_epoch, progress.tested_epoch = state["best_epoch"], state["tested_epoch"]
+        progress.random_states = state["random_states"]
+    except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise ValueError(f"{stored.path}: its full state is damaged or of another version ({error})") from error
+    _report_changes(state, training.hyp, opt)
+
+
+def _report_changes(state, hyp, opt):
+    """Say which options and hyper-parameters are not those that the checkpoint was written with."""
+    before, now = state["options"], vars(opt)
+    changed = [f"{name} {before[name]} -> {now[name]}" for name in REPORTED if before.get(name, now[name]) != now[name]]
+    if changed:
+        logger.info("Changed since the checkpoint: %s", ", ".join(changed))
+    names = sorted(name for name in hyp.keys() | state["hyp"].keys() if hyp.get(name) != state["hyp"].get(name))
+    if names:
+        pairs = [f"{name} {state['hyp'].get(name)} -> {hyp.get(name)}" for name in names]
+        logger.warning("%s has changed since the checkpoint, and holds from now on: %s", opt.hyp, ", ".join(pairs))

@@ -1,0 +1,148 @@
+"""USE_COMPILE=1: the model is compiled for training by torch.compile; DIAGNOSE_COMPILE=1: why that would fall apart.
+
+The model is compiled in place, as `nn.Module.compile` does it: names in its state dict stay, copies of it (the moving
+average, checkpoints) are plain models. Only training on full batches runs compiled; a smaller last batch and everything
+in evaluation mode run as before, so nothing is compiled twice.
+
+Environment, all optional:
+
+    COMPILE_BACKEND         inductor (default; needs a C++ compiler), or aot_eager or eager, which make nothing faster
+    COMPILE_MODE            default, max-autotune-no-cudagraphs, ... (see torch.compile)
+    TORCHINDUCTOR_CACHE_DIR where compiled kernels stay for the next run; default ~/.cache/yolov7fast/inductor
+"""
+
+import logging
+import os
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from utils.system.distributed import unwrap
+
+logger = logging.getLogger(__name__)
+
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+class Settings(NamedTuple):
+    """What to compile with."""
+
+    backend: str
+    mode: str
+
+
+def settings():
+    """The Settings that the environment asks for, None without USE_COMPILE=1. Raises ValueError for an unknown mode."""
+    if not is_on("USE_COMPILE"):
+        return None
+    chosen = Settings(os.environ.get("COMPILE_BACKEND") or "inductor", os.environ.get("COMPILE_MODE") or "default")
+    if chosen.mode not in MODES:
+        raise ValueError(f"COMPILE_MODE={chosen.mode} is unknown: give one of {', '.join(MODES)}")
+    return chosen
+
+
+def is_on(name):
+    """Whether the environment variable `name` is 1; unset, empty and 0 mean no. Raises ValueError for anything else."""
+    value = os.environ.get(name, "").strip()
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{name}={value} is not understood: give 1 or 0")
+    return value == "1"
+
+
+def compile_model(called, chosen, on_compiled):
+    """Compile `called`, the model as training calls it, in place at its first batch; failing is a warning.
+
+    `on_compiled(seconds)` is told what compiling has cost, before the batch is trained.
+    """
+    if isinstance(called, nn.DataParallel):
+        logger.warning("USE_COMPILE=1 has no effect with several GPUs in one process: start with torchrun")
+        return
+    use_lasting_cache()
+    model = unwrap(called)
+    eager = model._call_impl
+    try:
+        torch.compiler.reset()  # an earlier training of this process, in a search, counts against torch's limit
+        model.compile(backend=chosen.backend, mode=chosen.mode, dynamic=False)
+    except Exception as error:  # compilers fail in any way, and none is worth the run
+        _warn_eager(error)
+        return
+    model._compiled_call_impl = CompiledCall(model, eager, model._compiled_call_impl, on_compiled)
+
+
+def use_lasting_cache():
+    """Let compiled kernels outlive the run, in the user's cache folder unless TORCHINDUCTOR_CACHE_DIR is set."""
+    os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")  # torch before 2.6 has it off
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        return
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "yolov7fast" / "inductor"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        logger.warning("compiled kernels are not kept for the next run: %s; set TORCHINDUCTOR_CACHE_DIR", error)
+        return
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+
+
+class CompiledCall:
+    """What calling a compiled model comes to: `compiled` for training batches of the first one's shape, else `eager`.
+
+    The first batch is rehearsed, forward and backward: only then is everything compiled, and an error cannot reach the
+    training. What the rehearsal does to BatchNorm statistics is undone; gradients are not touched.
+    """
+
+    def __init__(self, model, eager, compiled, on_compiled):
+        self.model, self.eager, self.compiled, self.on_compiled = model, eager, compiled, on_compiled
+        self.shape = None
+
+    def __call__(self, images, *args, **kwargs):
+        is_training = self.model.training and torch.is_grad_enabled() and not (args or kwargs)
+        if is_training and self.shape is None:
+            self.shape = images.shape
+            self._try(images)
+        use = self.compiled if is_training and images.shape == self.shape else self.eager
+        return use(images, *args, **kwargs)
+
+    def _try(self, images):
+        started = time.perf_counter()
+        statistics = [b for layer in self.model.modules() if isinstance(layer, _BatchNorm) for b in layer.buffers()]
+        before = [buffer.clone() for buffer in statistics]
+        try:
+            self._rehearse(images)
+        except Exception as error:  # compilers fail in any way; an error of the model's own comes again, eagerly
+            _warn_eager(error)
+            self.compiled = self.eager
+        with torch.no_grad():
+            for buffer, value in zip(statistics, before, strict=True):
+                buffer.copy_(value)
+        seconds = time.perf_counter() - started
+        if self.compiled is not self.eager:
+            logger.info("Model compiled successfully")
+            logger.info("compiled in %.1f s, not part of the epoch's speed", seconds)
+        self.on_compiled(seconds)
+
+    def _rehearse(self, images):
+        outputs = self.compiled(images)
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        with torch.autocast(images.device.type, enabled=False):
+            total = sum(output.float().sum() for output in _tensors(outputs))
+            torch.autograd.grad(total, parameters, allow_unused=True)
+        if images.device.type == "cuda":
+            torch.cuda.synchronize(images.device)  # kernels may fail late
+
+
+def _tensors(outputs):
+    """All tensors in nested lists: a model of several heads returns a list of each."""
+    if isinstance(outputs, torch.Tensor):
+        yield outputs
+    else:
+        for part in outputs:
+            yield from _tensors(part)
+
+
+def _warn_eager(error):
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    logger.warning("USE_COMPILE=1: compiling failed, the model runs as without it (%s)", reason[:300])

@@ -1,0 +1,184 @@
+"""--fast-val: validation that leaves detections on the device, and works on all images of a batch at once.
+
+The same detections as `test.evaluate`, matched by the same rules: given equal network outputs the scores are equal. No
+pictures, no confusion matrix, no files; who wants those takes `test.evaluate`. What depends on the labels alone is kept
+from one validation to the next, because the batches of a validation set never change.
+"""
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from utils.fast import metrics
+from utils.fast import nms as nms_batched
+from utils.loss.batched import BatchedLoss
+from utils.loss.multi_head import has_several_heads, in_float32, level_shapes, route_losses
+from utils.metrics.detection import IOU_THRESHOLDS, Scores
+from utils.ops import nms
+from utils.ops.boxes import xywh2xyxy
+
+HEADER = ("%20s" + "%12s" * 6) % ("Class", "Images", "Labels", "P", "R", "mAP@.5", "mAP@.5:.95")
+
+
+class Evaluation(NamedTuple):
+    """What `test.evaluate` returns: `results` P, R, mAP@.5, mAP@.5:.95, box, obj, cls loss; `maps` [nc]; `scores`."""
+
+    results: tuple
+    maps: np.ndarray
+    scores: Scores
+
+
+@dataclass
+class Truth:
+    """What is known of a batch before its detections; all but `targets` and `classes` on the device."""
+
+    targets: torch.Tensor  # [n x 6] as the loader gave them
+    classes: np.ndarray  # [n]
+    labels: torch.Tensor  # [images x m x 5: class, x1, y1, x2, y2], in pixels of the files
+    num_labels: torch.Tensor  # [images]
+    pad: torch.Tensor  # [images x 1 x 4] pixels that the letterbox added on the left and above
+    gain: torch.Tensor  # [images x 1 x 1] by which it scaled
+    limit: torch.Tensor  # [images x 1 x 4] width and height of the file
+    plans: tuple = ()  # of the loss
+
+    def to_native(self, boxes_xyxy):
+        """Boxes [images x k x 4] in pixels of the network input to pixels of the files, clipped to them."""
+        return ((boxes_xyxy - self.pad) / self.gain).clamp(min=0).minimum(self.limit)
+
+
+class FastValidation:
+    """Called once for every validation of a run, always with the same loader."""
+
+    def __init__(self):
+        self.truths, self.loss = {}, None
+
+    @torch.no_grad()
+    def __call__(
+        self, model, loader, nc, names=(), *, conf_thres=0.001, iou_thres=0.6, single_cls=False, compute_loss=None,
+        v5_metric=False,
+    ):  # fmt: skip
+        """As `test.evaluate` with the same arguments; returns an Evaluation."""
+        weight = next(model.parameters())
+        layout = torch.contiguous_format
+        if weight.device.type == "cuda":  # `model` is a copy, or was loaded to be scored
+            layout = torch.channels_last
+            model = model.to(memory_format=layout)
+        self.loss = _batched(compute_loss)
+        with without_search():
+            found, losses = self._pass(model, loader, layout, conf_thres, iou_thres, single_cls)
+        scores = found.scores(nc, v5_metric)
+        losses = (losses / max(len(loader), 1)).tolist()
+        return Evaluation((scores.precision, scores.recall, scores.map50, scores.map, *losses), scores.maps, scores)
+
+    def _pass(self, model, loader, layout, conf_thres, iou_thres, single_cls):
+        """(Found, sum of the loss items [3]) of all batches."""
+        weight = next(model.parameters())
+        found, losses = Found(), torch.zeros(3, device=weight.device)
+        for index, (images, targets, _, shapes) in enumerate(tqdm(loader, desc=HEADER)):
+            pixels = images.to(weight.device, non_blocking=True).to(weight.dtype, memory_format=layout) / 255
+            predictions, maps = model(pixels)
+            truth = self._truth(index, targets, shapes, pixels, maps)
+            if self.loss:
+                losses += self.loss.compute(in_float32(maps), truth.plans)[1][:3]
+            detections = detect(predictions, conf_thres, iou_thres)
+            if single_cls:
+                detections.rows[..., 5] = 0
+            found.add(detections, truth)
+        return found, losses
+
+    def _truth(self, index, targets, shapes, pixels, maps):
+        """The Truth of batch number `index`, made anew only if its targets are not those of last time."""
+        targets = targets.cpu()
+        known = self.truths.get(index)
+        if known is None or not torch.equal(known.targets, targets):
+            known = make_truth(targets, shapes, tuple(pixels.shape[2:]), pixels.device)
+            if self.loss:
+                padded = pixels.device.type != "cpu"
+                plans = self.loss.prepare(known.targets, level_shapes(maps), padded=padded)
+                known.plans = tuple(plan.to(pixels.device) for plan in plans)
+            self.truths[index] = known
+        return known
+
+
+def detect(predictions, conf_thres, iou_thres):
+    """Detections of `predictions` [images x n x 5 + nc]; on a CPU image by image, which is quicker there."""
+    if predictions.device.type != "cpu":
+        return nms_batched.non_max_suppression(predictions, conf_thres, iou_thres)
+    return nms_batched.stacked(nms.non_max_suppression(predictions, conf_thres, iou_thres, multi_label=True))
+
+
+@contextmanager
+def without_search():
+    """Without cuDNN's search for the fastest kernels, which takes seconds for each of the many shapes of rectangular
+    batches, more than a validation of few batches can win back."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+def _batched(compute_loss):
+    """The batched twin of a reference loss, as `loss.ComputeLoss`; None of None."""
+    if compute_loss is None:
+        return None
+    model = SimpleNamespace(model=compute_loss.layers, hyp=compute_loss.hyp, gr=compute_loss.gr)
+    return route_losses(model, BatchedLoss) if has_several_heads(model) else BatchedLoss(model)
+
+
+def make_truth(targets, shapes, network_shape, device):
+    """The Truth of `targets` [n x 6: image, class, x, y, w, h normalised]; `shapes` of the images as the loader gives
+    them, `network_shape` (height, width)."""
+    targets = targets.clone()  # the buffers of a batch are used again
+    pad = torch.tensor([(*pad, *pad) for _, (_, pad) in shapes], dtype=torch.float32)
+    # stock behaviour: the gain of the height for both axes
+    gain = torch.tensor([ratio[0] for _, (ratio, _) in shapes], dtype=torch.float32)
+    limit = torch.tensor([(width, height) * 2 for (height, width), _ in shapes], dtype=torch.float32)
+    height, width = network_shape
+    image = targets[:, 0].long()
+    boxes = xywh2xyxy(targets[:, 2:6] * targets.new_tensor((width, height, width, height)))
+    boxes = ((boxes - pad[image]) / gain[image, None]).clamp(min=0).minimum(limit[image])
+
+    num_labels = torch.bincount(image, minlength=len(shapes))
+    order = image.argsort(stable=True)
+    slot = torch.arange(len(image)) - (num_labels.cumsum(0) - num_labels)[image[order]]
+    labels = torch.zeros(len(shapes), int(num_labels.max()) if len(image) else 0, 5)
+    labels[image[order], slot] = torch.cat((targets[order, 1:2], boxes[order]), 1)
+    on_device = [part.to(device) for part in (labels, num_labels, pad[:, None], gain[:, None, None], limit[:, None])]
+    return Truth(targets, targets[:, 1].numpy(), *on_device)
+
+
+class Found:
+    """The detections of a data set, batch after batch, with what is right about them; stays on the device."""
+
+    def __init__(self):
+        self._rows, self._correct, self._valid, self._classes = [], [], [], []
+
+    def add(self, detections, truth):
+        """Take in the Detections of a batch, in pixels of the network input, and its Truth."""
+        rows, valid = detections.rows, detections.valid
+        rows = torch.cat((truth.to_native(rows[..., :4]), rows[..., 4:]), 2)
+        self._correct.append(metrics.match(rows, valid, truth.labels, truth.num_labels))
+        self._rows.append(rows[..., 4:])
+        self._valid.append(valid)
+        self._classes.append(truth.classes)
+
+    def scores(self, nc, v5_metric=False):
+        """Scores of all batches, for a data set of `nc` classes."""
+        target_cls = np.concatenate([np.zeros(0, np.float32), *self._classes])
+        num_images = sum(map(len, self._valid))
+        if num_images:
+            valid = torch.cat(self._valid)
+            conf, pred_cls = torch.cat(self._rows)[valid].T
+            correct = torch.cat(self._correct)[valid]
+        else:
+            conf, pred_cls, correct = torch.zeros(0), torch.zeros(0), torch.zeros(0, len(IOU_THRESHOLDS), dtype=bool)
+        curves = metrics.precision_recall(correct, conf, pred_cls, target_cls, v5_metric)
+        labels_per_class = np.bincount(target_cls.astype(np.int64), minlength=nc)
+        return Scores(num_images, len(conf), labels_per_class, curves)

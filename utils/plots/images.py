@@ -1,0 +1,147 @@
+"""Grids of images with their boxes: what the network sees, what it should find, what it found."""
+
+import math
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont
+
+from utils.ops.boxes import xywhn2xyxy, xyxy2xywh
+from utils.system.files import atomic_write
+
+# Okabe and Ito's colours, told apart by colour-blind readers too; boxes of class k take colour k modulo 8
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#999999")
+BACKGROUND = "#202020"
+GAP = 4  # pixels between two cells
+SHOWN_CONFIDENCE = 0.25  # detections at or below it are not drawn
+MIN_CELL = 256  # images with fewer pixels a side are enlarged to at least this, or the text would cover them
+LONGEST_FILE_NAME = 40
+
+
+def class_name(names, index):
+    """The name of class `index` in a list, a dict or None, as it can be drawn; its number where there is none."""
+    index = int(index)
+    if isinstance(names, dict):
+        return drawable(str(names.get(index, index)))
+    return drawable(str(names[index])) if names is not None and 0 <= index < len(names) else str(index)
+
+
+@lru_cache(maxsize=10_000)
+def drawable(text):
+    """`text` on one line; letters that the font lacks, as \\u540d, so that names stay different from each other."""
+    known = _letters()
+    return "".join(c if ord(c) in known and c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def plot_images(images, targets, paths=None, fname="images.jpg", names=None, max_size=640, max_subplots=16):
+    """Draw a batch as a grid (cells column by column), write it to `fname` unless that is None, and return it.
+
+    images [B x 3 x H x W, RGB, uint8 0..255 or float 0..1], array or tensor on any device; it is only read.
+    targets [n x 6: image, class, x, y, w, h normalised], or [n x 7] with a confidence: then rows above 0.25 are drawn.
+    `max_size` is the longest side of a cell in pixels. Returns the picture [height x width x 3, RGB, uint8].
+    """
+    images, targets = _array(images[:max_subplots]), _array(targets)
+    if not len(images):
+        raise ValueError(f"{fname}: there is no image to draw")
+    if targets.shape[1:] == (7,):
+        targets = targets[targets[:, 6] > SHOWN_CONFIDENCE]
+    width, height = _cell_size(*images.shape[2:], max_size)
+    columns = math.ceil(math.sqrt(len(images)))
+    rows = math.ceil(len(images) / columns)
+
+    picture = Image.new("RGB", (columns * (width + GAP) + GAP, rows * (height + GAP) + GAP), BACKGROUND)
+    for index, image in enumerate(images):
+        cell = _to_pil(image).resize((width, height), Image.Resampling.BILINEAR)
+        draw = ImageDraw.Draw(cell)
+        _draw_boxes(draw, targets[targets[:, 0] == index], names)
+        if paths is not None:
+            _draw_text(draw, (0, height), drawable(Path(paths[index]).name)[:LONGEST_FILE_NAME], BACKGROUND)
+        column, row = divmod(index, rows)
+        picture.paste(cell, (GAP + column * (width + GAP), GAP + row * (height + GAP)))
+    if fname is not None:
+        Path(fname).parent.mkdir(parents=True, exist_ok=True)
+        kind = Image.registered_extensions()[Path(fname).suffix.lower()]
+        with atomic_write(fname) as file:
+            picture.save(file, format=kind, quality=92)
+    return np.asarray(picture)
+
+
+def output_to_targets(output, width, height):
+    """Detections of a batch as rows for plot_images.
+
+    output, list over images of [k x 6: x1, y1, x2, y2, confidence, class] in pixels of a `width` x `height` input
+    -> [n x 7: image, class, x, y, w, h normalised, confidence] float64
+    """
+    rows = [np.zeros((0, 7))]
+    for index, detections in enumerate(output):
+        detections = _array(detections).astype(np.float64)
+        boxes_xywhn = xyxy2xywh(detections[:, :4]) / (width, height, width, height)
+        image_column = np.full((len(detections), 1), float(index))
+        rows.append(np.concatenate((image_column, detections[:, 5:6], boxes_xywhn, detections[:, 4:5]), axis=1))
+    return np.concatenate(rows)
+
+
+def _array(values):
+    return values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+
+
+def _cell_size(height, width, max_size):
+    """Width and height of a cell: the image's, enlarged by a whole factor or reduced to `max_size`."""
+    longest = max(height, width)
+    factor = max(1, math.ceil(MIN_CELL / longest))
+    factor = min(factor, max_size / longest)
+    return max(1, round(width * factor)), max(1, round(height * factor))
+
+
+def _to_pil(image):
+    """[3 x H x W, uint8 or float 0..1] as a picture; the input is copied, never scaled in place."""
+    if image.dtype != np.uint8:
+        image = np.nan_to_num(image.astype(np.float32) * 255).round().clip(0, 255).astype(np.uint8)
+    return Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0)))
+
+
+def _draw_boxes(draw, rows, names):
+    """Boxes and class names of one image; rows [n x 6 or 7] as in plot_images. Non-finite boxes are left out."""
+    width, height = draw.im.size
+    line = max(2, round((width + height) / 400))
+    rows = rows[np.isfinite(rows[:, :6]).all(axis=1)]
+    for row, (x1, y1, x2, y2) in zip(rows, xywhn2xyxy(rows[:, 2:6], width, height), strict=True):
+        colour = PALETTE[int(row[1]) % len(PALETTE)]
+        draw.rectangle((min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2)), outline=colour, width=line)
+        confidence = f" {row[6]:.2f}" if len(row) > 6 else ""
+        _draw_text(draw, (x1, y1), class_name(names, row[1]) + confidence, colour, above=True)
+
+
+def _draw_text(draw, corner, text, fill, above=False):
+    """White or black text, whichever reads better, on a filled label at `corner`, moved to lie inside the picture."""
+    width, height = draw.im.size
+    font = _font(max(10, round(max(width, height) / 32)))
+    left, top, right, bottom = font.getbbox(text)
+    label_width, label_height = right - left + 4, bottom - top + 4
+    x = min(max(0, corner[0]), max(0, width - label_width))
+    y = min(max(0, corner[1] - (label_height if above else 0)), max(0, height - label_height))
+    draw.rectangle((x, y, x + label_width, y + label_height), fill=fill)
+    red, green, blue = (int(fill[k : k + 2], 16) for k in (1, 3, 5))
+    dark = 0.299 * red + 0.587 * green + 0.114 * blue < 140
+    draw.text((x + 2 - left, y + 2 - top), text, font=font, fill="white" if dark else "black")
+
+
+@lru_cache(maxsize=8)
+def _font(size):
+    return ImageFont.truetype(_font_file(), size)
+
+
+@lru_cache(maxsize=1)
+def _letters():
+    """Code points of all letters of the font."""
+    from matplotlib.ft2font import FT2Font
+
+    return frozenset(FT2Font(_font_file()).get_charmap())
+
+
+def _font_file():
+    from matplotlib import get_data_path  # its DejaVu font comes with every installation and reads beyond ASCII
+
+    return str(Path(get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf")

@@ -1,0 +1,48 @@
+"""The common ground of all charts: figures without a display, colours, unobtrusive frames and grids.
+
+Everything draws through matplotlib's object interface (Figure, never pyplot): no display, no global state, safe in a
+thread. matplotlib is imported when the first chart is drawn.
+"""
+
+from pathlib import Path
+
+from utils.plots.images import PALETTE
+from utils.system.files import atomic_write
+
+__all__ = ["FAINT", "INK", "PALETTE", "new_figure", "save_figure", "set_title", "whole_numbers"]
+
+INK, FAINT = "#303030", "#B0B0B0"
+
+
+def new_figure(rows=1, columns=1, size=(8, 6)):
+    """A figure of `size` inches and its axes [rows * columns, flat]; unobtrusive frames and grids."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(rows, columns, squeeze=False).ravel()
+    for ax in axes:
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.grid(alpha=0.25, linewidth=0.6)
+        ax.set_axisbelow(True)
+        ax.tick_params(labelsize=8)
+    return figure, axes
+
+
+def save_figure(figure, path):
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as file:
+        figure.savefig(file, format=path.suffix[1:], dpi=150, bbox_inches="tight", pad_inches=0.15)
+    return path
+
+
+def set_title(ax, text):
+    ax.set_title(text, fontsize=10, color=INK)
+
+
+def whole_numbers(axis):
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(integer=True, nbins=6))

@@ -1,0 +1,126 @@
+"""How train.py and test.py start: log format, and errors of the user as one line instead of a traceback."""
+
+import errno
+import logging
+import os
+import sys
+import threading
+
+from utils.run.folder import NothingToDo
+from utils.system.files import printable
+
+# Packages and modules that read the same files in all processes of a run, so that they say the same in each.
+READ_BY_ALL = ("utils.config.", "utils.system.files", "utils.data.scan", "utils.data.label_cache", "utils.run.folder")
+# Errors of torch that are no bugs, by their first words: what can be done about them.
+MACHINE_FAULTS = {
+    "DataLoader timed out": "; is /dev/shm too small (start the container with a larger --shm-size), or a disk gone?",
+    "DataLoader worker": "; if memory or /dev/shm ran out, fewer --workers or a smaller --batch-size need less",
+}
+GPU_FAULTS = ("unspecified launch failure", "uncorrectable ECC", "unknown error", "GPU is lost")
+GPU_ADVICE = "; the GPU failed, train.py --resume goes on after the last complete epoch"
+MACHINE_FAULTS |= {f"CUDA error: {fault}": GPU_ADVICE for fault in GPU_FAULTS}
+MAX_CHARACTERS = 3000  # of an error; paths can be long
+FULL = "; make room, then train.py --resume goes on after the last complete epoch"
+ADVICE = {errno.ENOSPC: FULL, errno.EDQUOT: FULL, errno.EFBIG: FULL, errno.EMFILE: "; raise the limit with ulimit -n"}
+
+
+def run(main, opt):
+    """Call main(opt) and leave the process: status 0, or 2 with one sentence for wrong input or a file that failed.
+
+    Log lines go to the standard output, progress bars to the standard error. Processes other than the main one of a
+    distributed run only log warnings, and none about what all of them read alike. YOLOV7FAST_TRACEBACK=1 shows where an
+    error came from.
+    """
+    is_main = os.environ.get("RANK", "0") in ("0", "-1")
+    for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a letter of a name shows its number instead
+        stream.reconfigure(errors="backslashreplace")
+    handler = _Handler(sys.stdout)
+    handler.setFormatter(_Formatter("%(message)s"))
+    handler.addFilter(lambda record: is_main or not record.name.startswith(READ_BY_ALL))
+    logging.basicConfig(handlers=[handler], level=logging.INFO if is_main else logging.WARNING)
+    threading.excepthook = _report_thread
+    try:
+        main(opt)
+    except NothingToDo as message:
+        logging.getLogger("run").info("%s", message)
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:
+        if is_out_of_memory(error) and os.environ.get("YOLOV7FAST_TRACEBACK") != "1":
+            sys.exit(_refuse(ValueError(out_of_memory(error, opt))))
+        if isinstance(error, RuntimeError) and not str(error).startswith(tuple(MACHINE_FAULTS)):
+            raise
+        if os.environ.get("YOLOV7FAST_TRACEBACK") == "1":
+            raise
+        sys.exit(_refuse(error))
+    except KeyboardInterrupt:
+        print("interrupted; train.py --resume goes on after the last complete epoch", file=sys.stderr, flush=True)
+        sys.exit(130)
+
+
+def is_out_of_memory(error):
+    """Whether the GPU, or one of its libraries, or the host had no memory left."""
+    signs = ("CUDA error: out of memory", "STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate memory",
+             "DefaultCPUAllocator: not enough memory")  # fmt: skip
+    return type(error).__name__ == "OutOfMemoryError" or any(sign in str(error) for sign in signs)
+
+
+def out_of_memory(error, opt):
+    """What to tell the user: what was asked for, and what needs less."""
+    place = "the host" if "DefaultCPUAllocator" in str(error) else "the GPU"
+    size = getattr(opt, "img_size", None)
+    size = max(size) if isinstance(size, list) else size
+    asked = f"batch size {getattr(opt, 'total_batch_size', getattr(opt, 'batch_size', '?'))} and image size {size}"
+    if getattr(opt, "resume", False):  # its options are in its own opt.yaml
+        asked = "the batch and image size of the resumed run"
+    advice = "a smaller --batch-size, a smaller --img-size"
+    if hasattr(opt, "amp"):
+        advice += ", or --amp fp16"
+    reason = str(error).strip().splitlines()[0].split(" If reserved but")[0]
+    return f"{place} has too little memory for {asked}: give {advice} ({reason})"
+
+
+def _report_thread(fault):
+    """A file that failed in a thread, such as TensorBoard's, is one line; whoever waits for the thread gets the error.
+
+    Anything else is a bug, and a traceback.
+    """
+    if isinstance(fault.exc_value, OSError) and os.environ.get("YOLOV7FAST_TRACEBACK") != "1":
+        logging.getLogger("run").warning("a file is not complete: %s", printable(fault.exc_value))
+    else:
+        threading.__excepthook__(fault)
+
+
+def _refuse(error):
+    text = printable(_in_words(error))
+    print(f"error: {text[:MAX_CHARACTERS]}{'...' * (len(text) > MAX_CHARACTERS)}", file=sys.stderr, flush=True)
+    return 2
+
+
+def _in_words(error):
+    """One sentence for an error that ends the program."""
+    if isinstance(error, MemoryError):
+        return "the main memory is full: fewer --workers, a smaller --batch-size, or no --cache-images need less"
+    if isinstance(error, OSError) and error.strerror:
+        place = f"{error.filename}: " if error.filename else ""
+        return f"{place}{error.strerror}{ADVICE.get(error.errno, '')}"
+    for start, advice in MACHINE_FAULTS.items():
+        if str(error).startswith(start):
+            return str(error).strip().splitlines()[0].rstrip(".") + advice
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    # the loader sends the whole traceback of a worker as text; its last line is the sentence
+    return lines[-1].removeprefix("ValueError: ") if "Original Traceback" in str(error) else " ".join(lines)
+
+
+class _Handler(logging.StreamHandler):
+    """A run goes on when nobody reads its log any more, as after `train.py | head`."""
+
+    def handleError(self, record):
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
+class _Formatter(logging.Formatter):
+    """Plain messages; warnings and errors say what they are."""
+
+    def format(self, record):
+        text = super().format(record)
+        return text if record.levelno <= logging.INFO else f"{record.levelname}: {text}"

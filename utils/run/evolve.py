@@ -1,0 +1,140 @@
+"""Hyper-parameter search by mutation (--evolve): each generation trains once with a mutated copy of a good parent."""
+
+import logging
+import random
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from utils.metrics.detection import fitness
+from utils.plots.run import plot_evolution
+from utils.system.files import atomic_write
+
+logger = logging.getLogger(__name__)
+
+NUM_RESULTS = 7  # P, R, mAP@.5, mAP@.5:.95, val box, val obj, val cls
+
+# hyper-parameter: (mutation gain 0..1, lowest, highest value)
+LIMITS = {
+    "lr0": (1, 1e-5, 1e-1),
+    "lrf": (1, 0.01, 1.0),
+    "momentum": (0.3, 0.6, 0.98),
+    "weight_decay": (1, 0.0, 0.001),
+    "warmup_epochs": (1, 0.0, 5.0),
+    "warmup_momentum": (1, 0.0, 0.95),
+    "warmup_bias_lr": (1, 0.0, 0.2),
+    "box": (1, 0.02, 0.2),
+    "cls": (1, 0.2, 4.0),
+    "cls_pw": (1, 0.5, 2.0),
+    "obj": (1, 0.2, 4.0),
+    "obj_pw": (1, 0.5, 2.0),
+    "iou_t": (0, 0.1, 0.7),
+    "anchor_t": (1, 2.0, 8.0),
+    "anchors": (2, 2.0, 10.0),
+    "fl_gamma": (0, 0.0, 2.0),
+    "hsv_h": (1, 0.0, 0.1),
+    "hsv_s": (1, 0.0, 0.9),
+    "hsv_v": (1, 0.0, 0.9),
+    "degrees": (1, 0.0, 45.0),
+    "translate": (1, 0.0, 0.9),
+    "scale": (1, 0.0, 0.9),
+    "shear": (1, 0.0, 10.0),
+    "perspective": (0, 0.0, 0.001),
+    "flipud": (1, 0.0, 1.0),
+    "fliplr": (0, 0.0, 1.0),
+    "mosaic": (1, 0.0, 1.0),
+    "mixup": (1, 0.0, 1.0),
+    "copy_paste": (1, 0.0, 1.0),
+    "paste_in": (1, 0.0, 1.0),
+}
+
+
+def evolve(train, hyp, save_dir, generations):
+    """Run `generations` trainings; `train(hyp) -> 7 results`. Returns the best hyper-parameters found.
+
+    Writes into save_dir: evolve.txt (one row a generation, best first: 7 results, then the searched values in the order
+    of their names in its first line), hyp_evolved.yaml and evolve.png. A generation that fails is recorded with fitness
+    0 and does not end the search. Continues from an evolve.txt that is there already. Raises ValueError when the very
+    first generation, which trains with the user's own values, does: no later one could do better.
+    """
+    hyp = dict(hyp)
+    hyp.setdefault("anchors", 3)
+    names = [name for name in LIMITS if name in hyp]
+    table = Path(save_dir) / "evolve.txt"
+    for generation in range(generations):
+        rows = read_table(table, names)
+        candidate = mutate(choose_parent(rows, names, hyp), names) if len(rows) else dict(hyp)
+        logger.info("Generation %d of %d", generation + 1, generations)
+        try:
+            results = train(dict(candidate))
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, ValueError) and not len(rows):
+                raise
+            logger.warning("generation %d failed and scores 0: %s", generation + 1, error)
+            results = (0.0,) * NUM_RESULTS
+        add_row(table, rows, results, candidate, names)
+        save_best(table, names, hyp, Path(save_dir) / "hyp_evolved.yaml")
+    plot_evolution(table, names, save_dir)
+    return hyp | dict(zip(names, read_table(table, names)[0, NUM_RESULTS:].tolist(), strict=True))
+
+
+def read_table(path, names):
+    """Rows [n x (7 + number of names)] of an evolve.txt, best first; empty when there is none.
+
+    Raises ValueError when the file searched other hyper-parameters, or is damaged.
+    """
+    if not path.exists():
+        return np.zeros((0, NUM_RESULTS + len(names)))
+    titles, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
+    if titles.split()[1 + NUM_RESULTS :] != names:
+        raise ValueError(f"{path} searched other hyper-parameters; move it away or choose another --project")
+    shape = len(lines), NUM_RESULTS + len(names)
+    try:
+        return np.array([line.split() for line in lines], dtype=np.float64).reshape(shape)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); move it away or choose another --project") from error
+
+
+def choose_parent(rows, names, hyp):
+    """One of the five best rows, drawn with its lead over the worst of them as weight, as hyper-parameters."""
+    best = rows[:5]
+    scores = fitness(best)
+    weights = scores - scores.min()
+    row = random.choices(best, weights=weights if weights.sum() > 0 else None)[0]
+    return hyp | dict(zip(names, row[NUM_RESULTS:].tolist(), strict=True))
+
+
+def mutate(parent, names, probability=0.8, sigma=0.2):
+    """A copy of `parent` whose `names` are multiplied by random factors of 0.3 to 3, then held within LIMITS."""
+    rng = np.random.RandomState()  # not the training's stream, which each run starts from the same seed
+    gains = np.array([LIMITS[name][0] for name in names])
+    factors = np.ones(len(names))
+    while (factors == 1).all():
+        mask = rng.random_sample(len(names)) < probability
+        step = gains * mask * rng.standard_normal(len(names)) * rng.random_sample() * sigma
+        factors = (step + 1).clip(0.3, 3.0)
+    child = dict(parent)
+    for name, factor in zip(names, factors, strict=True):
+        _, low, high = LIMITS[name]
+        child[name] = round(float(min(max(parent[name] * factor, low), high)), 5)
+    return child
+
+
+def add_row(path, rows, results, hyp, names):
+    """Write evolve.txt with one more row: unique rows, best fitness first."""
+    new = [float(f"{value:.4g}") for value in results] + [float(f"{hyp[name]:.5g}") for name in names]
+    rows = np.unique(np.vstack([rows, np.nan_to_num(new)]), axis=0)
+    rows = rows[np.argsort(-fitness(rows), kind="stable")]
+    titles = ["#", "P", "R", "mAP@.5", "mAP@.5:.95", "box", "obj", "cls", *names]
+    lines = [" ".join(titles), *("".join(f"{value:>12.5g}" for value in row) for row in rows)]
+    with atomic_write(path) as file:
+        file.write(("\n".join(lines) + "\n").encode())
+
+
+def save_best(table, names, hyp, path):
+    """hyp_evolved.yaml: the best row so far, under a comment with its results."""
+    best = read_table(table, names)[0]
+    text = yaml.safe_dump(hyp | dict(zip(names, best[NUM_RESULTS:].tolist(), strict=True)), sort_keys=False)
+    results = " ".join(f"{value:.4g}" for value in best[:NUM_RESULTS])
+    Path(path).write_text(f"# P R mAP@.5 mAP@.5:.95 box obj cls: {results}\n{text}", encoding="utf-8")

@@ -1,0 +1,129 @@
+"""Where a run lives and how it is continued: options are completed here, before anything is built."""
+
+import logging
+import os
+from argparse import Namespace
+from pathlib import Path
+
+from utils.config.data_yaml import read_yaml
+from utils.config.options import (
+    check_train_options,
+    explicit_options,
+    load_options,
+    save_options,
+    train_parser,
+    warn_about_idle_options,
+)
+from utils.engine import early_stopping, resume
+from utils.engine.checkpoint import full_state_path, read_checkpoint
+from utils.system.files import check_can_be_made, check_file, increment_path, remove_leftovers
+
+logger = logging.getLogger(__name__)
+
+# What the user may change while resuming; everything else comes from the run's own opt.yaml. The first set stays
+# changed, the second one says how this machine does it.
+OF_THE_RUN = {"epochs", "batch_size", "test_batch_size", "patience", "save_period", "eval_interval"}
+OF_THE_MACHINE = {"resume", "device", "workers", "local_rank", "cache_images", "fast_dataloader", "persistent_workers",
+                  "worker_tensor", "micro_batch_size", "prefetch_factor", "loader_timeout", "fast_loss"}  # fmt: skip
+CHANGEABLE = OF_THE_RUN | OF_THE_MACHINE
+
+
+class NothingToDo(Exception):
+    """The run that was asked for is complete; the message says so."""
+
+
+def prepare_train_options(opt, ranks):
+    """Complete the options of a new or resumed run: files found, batch divided among processes. Nothing is written yet.
+
+    Adds world_size, global_rank and total_batch_size, and save_dir, which stays empty until `open_run_folder`;
+    batch_size becomes the share of one process.
+    Raises ValueError for values that no run could use, NothingToDo for a finished run.
+    """
+    if opt.resume:
+        opt = resumed_options(opt)
+    else:
+        check_train_options(opt)
+        opt.data, opt.hyp = (str(check_file(path)) for path in (opt.data, opt.hyp))
+        opt.cfg = str(check_file(opt.cfg)) if opt.cfg else ""
+        opt.save_dir = ""
+        check_can_be_made(Path(opt.project))
+        if opt.evolve:  # a search wants one score a run, and no files
+            opt.notest = opt.nosave = True
+    if opt.evolve and ranks.is_distributed:
+        raise ValueError("--evolve runs in a single process; start it without a launcher")
+    warn_about_idle_options(opt)
+    opt.total_batch_size, opt.world_size, opt.global_rank = opt.batch_size, ranks.world_size, ranks.rank
+    if opt.total_batch_size == -1:  # what fits is measured later
+        return opt
+    if opt.total_batch_size % ranks.world_size:
+        raise ValueError(f"--batch-size {opt.batch_size} does not divide among {ranks.world_size} processes")
+    opt.batch_size = opt.total_batch_size // ranks.world_size
+    return opt
+
+
+def open_run_folder(opt, ranks):
+    """Choose and make the folder of a new run, in the main process; call it when all input has been found good.
+
+    Called again, it changes nothing. A resumed run notes what has changed of its options in opt.yaml, so that a further
+    --resume knows it.
+    """
+    if ranks.is_main and opt.resume:
+        path = Path(opt.save_dir) / "opt.yaml"
+        names = OF_THE_RUN | {"total_batch_size", "world_size"}
+        save_options(Namespace(**read_yaml(path) | {name: getattr(opt, name) for name in sorted(names)}), path)
+    elif ranks.is_main and not opt.save_dir:
+        name = "evolve" if opt.evolve else opt.name
+        opt.save_dir = str(increment_path(Path(opt.project) / name, exist_ok=opt.exist_ok or bool(opt.evolve)))
+    for folder in (Path(opt.save_dir), Path(opt.save_dir) / "weights") if ranks.is_main else ():
+        remove_leftovers(folder)
+
+
+def resumed_options(opt):
+    """Options of the run that `opt.resume` names (True: the newest one), which continues in the folder it is in now."""
+    last = Path(os.path.abspath(opt.resume if isinstance(opt.resume, str) else newest_checkpoint()))
+    run = last.parent.parent
+    checkpoint = read_checkpoint(last)
+    if checkpoint.optimizer is None and full_state_path(last).exists():
+        last = full_state_path(last)
+        checkpoint = read_checkpoint(last)
+
+    old = load_options(run / "opt.yaml")
+    typed = explicit_options(train_parser())
+    ignored = sorted(set(typed) - CHANGEABLE)
+    if ignored:
+        logger.warning("--resume keeps the options of %s; ignored: %s", run, ", ".join(ignored))
+    for name in CHANGEABLE & set(typed):
+        setattr(old, name, typed[name])
+
+    if checkpoint.optimizer is None or checkpoint.epoch is None:
+        raise NothingToDo(f"{last} is finished and holds no training state: start a new run with --weights {last}")
+    _refuse_finished(checkpoint, old, run)
+    check_train_options(old)
+    old.cfg, old.weights, old.resume, old.save_dir = "", str(last), True, str(run)
+    old.data = str(check_file(old.data))
+    old.hyp = old.hyp if Path(old.hyp).is_file() else str(run / "hyp.yaml")
+    logger.info("Resuming %s after epoch %d", run, checkpoint.epoch)
+    return old
+
+
+def _refuse_finished(checkpoint, opt, run):
+    """Raise NothingToDo when the run in the folder `run` is over, unless it was killed before its very last steps."""
+    state = resume.of(checkpoint) or {}
+    is_stopped = early_stopping.is_due(state.get("best_epoch", -1), state.get("tested_epoch", -1), opt.patience)
+    if checkpoint.epoch + 1 < opt.epochs and not is_stopped:
+        return
+    if state and checkpoint.path.name == "last.pt" and checkpoint.epoch < opt.epochs:  # not stripped yet
+        logger.info("%s has had its epochs; what was left to do after them is done now", run)
+        return
+    if is_stopped and checkpoint.epoch + 1 < opt.epochs:
+        raise NothingToDo(f"{run} was stopped by --patience {opt.patience} after epoch {checkpoint.epoch}; --resume "
+                          "with a larger --patience goes on")  # fmt: skip
+    raise NothingToDo(f"{run} has finished its {opt.epochs} epochs; --resume with a larger --epochs goes on")
+
+
+def newest_checkpoint():
+    """The last*.pt below the working directory that was written last; ValueError when there is none."""
+    found = [path for path in Path().glob("**/last*.pt") if path.is_file()]
+    if not found:
+        raise ValueError("--resume: there is no last.pt below the working directory; give its path")
+    return max(found, key=lambda path: path.stat().st_ctime)

@@ -1,0 +1,97 @@
+"""What a run reads: its loaders for training and validation, and the size of the training images by epoch."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from torch.utils.data import DataLoader
+
+from utils.config import resize_schedule
+from utils.config.options import round_up
+from utils.config.resize_schedule import Sizes
+from utils.data import subset
+from utils.data.image_cache import check_memory_for, give_back_memory
+from utils.data.scan import check_has_boxes, check_labels
+from utils.datasets import LoadImagesAndLabels, create_dataloader
+from utils.run import fast_paths
+from utils.system import random_state
+
+logger = logging.getLogger("train")
+
+
+@dataclass
+class Loaders:
+    """`val` is None in all processes but the main one; `image_size` in pixels is that of `train` and `dataset`."""
+
+    train: DataLoader
+    dataset: LoadImagesAndLabels
+    image_size: int
+    val: DataLoader | None
+    sizes: Sizes
+    open_training: Callable  # (image size, first epoch) -> train, dataset
+
+    def __post_init__(self):
+        self.size_of_gains = self.sizes.final
+
+    def enter(self, epoch):
+        """Begin an epoch. True when the gains of the losses have to follow, which were made for the final size.
+
+        The workers and cached images of another size go before new ones come.
+        """
+        size = self.sizes.at(epoch)
+        if size != self.image_size:
+            before, self.train, self.dataset = self.dataset, None, None
+            give_back_memory(before)  # which the workers of the validation map as well
+            del before
+            with random_state.kept():  # as in a run that is resumed here
+                self.train, self.dataset = self.open_training(size, epoch)
+            self.image_size = size
+        changed, self.size_of_gains = size != self.size_of_gains, size
+        return changed
+
+
+def open_loaders(opt, hyp, data, stride, ranks, first_epoch, device=None):
+    """The Loaders of a run, with labels checked: ids within the classes, and at least one box to learn from.
+
+    `stride` in pixels: all image sizes become multiples of it. `device`: where the steps are made.
+    """
+    sizes = resize_schedule.of_run(opt).rounded(partial(round_up, stride=stride))
+    image_size, test_size = sizes.at(first_epoch), round_up(opt.img_size[1], stride)
+    open_training = partial(open_train_loader, opt, hyp, data, stride, ranks, device)
+    train_loader, dataset = open_training(image_size, first_epoch)
+    if dataset.memory_cache is not None:
+        check_memory_for(dataset, max(stage.size for stage in sizes.stages))  # not only when its time has come
+    val_loader = open_val_loader(opt, hyp, data, stride, ranks, test_size, first_epoch) if ranks.is_main else None
+    return Loaders(train_loader, dataset, image_size, val_loader, sizes, open_training)
+
+
+def open_train_loader(opt, hyp, data, stride, ranks, device, image_size, first_epoch):
+    """The training loader for images of `image_size` from `first_epoch` on, and its data set."""
+    loader, dataset = create_dataloader(
+        data.train, image_size, opt.batch_size, stride, opt, hyp=hyp, augment=not opt.overfit, cache=opt.cache_images,
+        rect=opt.rect, rank=ranks.rank, world_size=ranks.world_size, workers=opt.workers,
+        image_weights=opt.image_weights, quad=opt.quad, prefix="train: ", pick=subset.picker(opt),
+        **fast_paths.loader_options(opt, first_epoch, device),
+    )  # fmt: skip
+    check_labels(dataset, data, opt.strict_data)
+    if opt.total_batch_size > len(dataset):
+        logger.warning("--batch-size %d: there are only %d training images", opt.total_batch_size, len(dataset))
+    if not opt.allow_background:
+        check_has_boxes(dataset.labels, dataset.label_files)
+    return loader, dataset
+
+
+def open_val_loader(opt, hyp, data, stride, ranks, image_size, first_epoch):
+    """The validation loader; --overfit validates on its training images, placed as in training."""
+    path, pick = (data.train, subset.picker(opt)) if opt.overfit else (data.val, None)
+    fast = fast_paths.loader_options(opt, first_epoch)
+    if fast:
+        fast["max_batches"] = None  # --max-iter shortens training only
+    loader, dataset = create_dataloader(
+        path, image_size, opt.test_batch_size or opt.batch_size * 2, stride, opt, hyp=hyp,
+        cache=not opt.notest and opt.cache_images, rect=not opt.overfit, pad=0.5, world_size=ranks.world_size,
+        workers=opt.workers, prefix="val: ", pick=pick, **fast,
+    )  # fmt: skip
+    check_labels(dataset, data, opt.strict_data)
+    return loader

@@ -1,0 +1,79 @@
+"""The states of all random generators of a run as plain values, which a checkpoint may hold."""
+
+import random
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from utils.data.keyed_dataset import seed_generators
+
+
+def capture():
+    """The states of this process: Python, NumPy, torch, and the GPU in use if there is one; tensors and numbers."""
+    _, words, gauss = random.getstate()
+    ours = np.random.get_state(legacy=False)
+    state = {
+        "python": {"words": torch.tensor(words), "gauss": gauss},
+        "numpy": {
+            "words": torch.from_numpy(ours["state"]["key"].astype(np.int64)),
+            "position": int(ours["state"]["pos"]),
+            "has_gauss": int(ours["has_gauss"]),
+            "gauss": float(ours["gauss"]),
+        },
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore(state):
+    """Put the generators of this process where they were at `capture`. ValueError when `state` is none of its kind."""
+    try:
+        python, ours = state["python"], state["numpy"]
+        random.setstate((3, tuple(python["words"].tolist()), python["gauss"]))
+        inner = {"key": ours["words"].numpy().astype(np.uint32), "pos": ours["position"]}
+        np.random.set_state({"bit_generator": "MT19937", "state": inner, "has_gauss": ours["has_gauss"],
+                             "gauss": ours["gauss"]})  # fmt: skip
+        torch.set_rng_state(state["torch"].cpu())
+        if "cuda" in state and torch.cuda.is_initialized():
+            torch.cuda.set_rng_state(state["cuda"].cpu())
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise ValueError(f"the random states of the checkpoint cannot be used ({error})") from error
+
+
+@contextmanager
+def kept():
+    """Whatever the body draws, the generators go on afterwards as if it had not."""
+    state = capture()
+    try:
+        yield
+    finally:
+        restore(state)
+
+
+def of_all_ranks(ranks):
+    """The states of all processes by rank; all of them have to call it. A single process only looks at itself."""
+    if not ranks.is_distributed:
+        return [capture()]
+    states = [None] * ranks.world_size
+    dist.all_gather_object(states, capture())
+    return states
+
+
+def resume(progress, ranks):
+    """Draw from here on what the interrupted run would have drawn, if its checkpoint holds a state for each rank.
+
+    With other numbers of ranks, or without any state, each process starts a stream that derives from its rank and the
+    epoch, so that nothing is drawn twice. A fresh run is left alone.
+    """
+    if progress.random_states is None:
+        return
+    if len(progress.random_states) == ranks.world_size:
+        restore(progress.random_states[max(ranks.rank, 0)])
+    else:
+        numbers = 2 + ranks.rank, progress.start_epoch
+        seed_generators(*numbers)
+        torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
