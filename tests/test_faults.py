@@ -157,7 +157,7 @@ def test_a_loader_that_stays_silent_ends_with_advice(monkeypatch, capsys):
 
     monkeypatch.setattr(logging.root, "handlers", [])
     with pytest.raises(SystemExit) as end:
-        small_run.cli.run(main, None)
+        small_run.entry.run(main, None)
     assert end.value.code == 2
     assert "error: DataLoader timed out after 1 seconds; is /dev/shm too small" in capsys.readouterr().err
 

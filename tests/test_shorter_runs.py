@@ -84,7 +84,7 @@ def test_patience_ends_a_run(tmp_path, monkeypatch):
     assert (resume.of(full)["best_epoch"], full.epoch, full.best_fitness) == (1, 3, 0.5)
     assert read_checkpoint(run / "weights" / "last.pt").epoch == -1
     last = str(run / "weights" / "last.pt")
-    with pytest.raises(train.cli.NothingToDo, match="stopped by --patience 2 after epoch 3; --resume with a larger"):
+    with pytest.raises(train.entry.NothingToDo, match="stopped by --patience 2 after epoch 3; --resume with a larger"):
         small_run.run_line(["--resume", last])
     small_run.run_line(["--resume", last, "--patience", "4", "--device", "cpu"])
     assert read_results(run / "results.txt")[:, 0].tolist() == [0, 1, 2, 3, 4, 5]
@@ -95,11 +95,12 @@ import sys
 sys.path.insert(0, {root!r})
 import torch, train
 from tests import small_run
-from utils import dist, stopping
-from utils.options import train_parser
+from utils.engine import early_stopping
+from utils.system import distributed
+from utils.config.options import train_parser
 
-original, stop = stopping.epochs_to_train, dist.stop_processes
-dist.stop_processes = lambda: None  # all runs have the same two processes
+original, stop = early_stopping.epochs_to_train, distributed.stop_processes
+distributed.stop_processes = lambda: None  # all runs have the same two processes
 
 
 class Interrupted(Exception):
@@ -132,7 +133,7 @@ def run(*line, stop_at=None):
             seen.append(epoch)
             yield epoch
 
-    stopping.epochs_to_train = epochs_to_train
+    early_stopping.epochs_to_train = epochs_to_train
     sys.argv = ["train.py", *line]
     try:
         with small_run.drawing(pictures=False):

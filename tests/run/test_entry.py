@@ -15,7 +15,7 @@ from utils.run.folder import NothingToDo
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import logging
-from utils import cli
+from utils.run import entry
 
 def main(opt):
     logging.getLogger("a").info("some news")
@@ -23,7 +23,7 @@ def main(opt):
     logging.getLogger("a").debug("noise")
     raise ValueError("wrong")
 
-cli.run(main, None)
+entry.run(main, None)
 print("never reached")
 """
 
