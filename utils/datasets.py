@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
+from utils.config.hyp import AUGMENTATION_KEYS
 from utils.data.fast.device_augment import AtOnce, whole
 from utils.data.fast.loader import Settings, build_loader, max_pixels
 from utils.data.fast.worker_pool import end_with_a_lost_batch
@@ -56,10 +57,6 @@ __all__ = [
     "sample_segments",
 ]
 
-AUGMENTATION_KEYS = (
-    "hsv_h", "hsv_s", "hsv_v", "degrees", "translate", "scale", "shear", "perspective",
-    "flipud", "fliplr", "mosaic", "mixup", "copy_paste", "paste_in",
-)  # fmt: skip
 STUCK = 600  # seconds without a batch after which workers are given up: one that finds /dev/shm full is silent for ever
 SAMPLES_TO_PASTE = 30  # objects collected before paste-in chooses among them
 

@@ -11,13 +11,10 @@ from tools import ab_compare
 from tools.approval import loader_checks
 from tools.approval.setup import NotMeasured, Setup, expect, same_results
 from tools.experiments import runner
+from utils.config.flags import TRAIN_FLAGS
 from utils.config.options import train_parser
 from utils.system.files import PROJECT_ROOT
 
-REQUIRED = ("--fast-dataloader", "--persistent-workers", "--worker-tensor", "--micro-batch-size", "--prefetch-factor",
-            "--fast-loss", "--ota-last", "--seed")  # fmt: skip
-FURTHER = ("--fast-step", "--sync-interval", "--cuda-graph", "--fast", "--fast-val", "--amp", "--subset-size",
-           "--overfit", "--resize-schedule", "--max-iter", "--eval-interval", "--patience")  # fmt: skip
 SHORTCUT = """import sys
 sys.argv = ['train.py', '--fast-dataloader', '--workers', '8']
 exec(open('train.py').read().split('opt = parser.parse_args()')[0] + 'opt = parser.parse_args(); \
@@ -47,17 +44,17 @@ def has_compile():
 def help_names_every_flag(setup):
     answer = call("train.py", "--help")
     expect(answer.returncode == 0, f"train.py --help ended with {answer.returncode}")
-    missing = [flag for flag in REQUIRED if flag not in answer.stdout]
+    missing = [flag.name for flag in TRAIN_FLAGS.values() if flag.name not in answer.stdout]
     expect(not missing, f"train.py --help does not name {', '.join(missing)}")
-    absent = [flag for flag in FURTHER if flag not in runner.known_flags()]
-    return f"{len(REQUIRED)} flags" + (f"; not in this version: {', '.join(absent)}" if absent else "")
+    return f"{len(TRAIN_FLAGS)} flags"
 
 
 def off_by_default(setup):
     from utils.run import fast_paths
 
     opt = train_parser().parse_args([])
-    wrong = [flag for flag in REQUIRED if getattr(opt, flag[2:].replace("-", "_")) not in (False, 0, None)]
+    opt_in = [flag for flag in TRAIN_FLAGS.values() if flag.stage]
+    wrong = [flag.name for flag in opt_in if getattr(opt, flag.dest) not in (False, 0, None)]
     expect(not wrong, f"on without being asked for: {', '.join(wrong)}")
     expect(fast_paths.loader_options(opt) == {}, "the loader gets options without a flag")
     return "no flag, no opt-in path"
@@ -131,14 +128,11 @@ def combinations(on_gpu, everything):
 
     With `everything`, compile joins every combination.
     """
-    known = runner.known_flags()
     loaders = ["", "--persistent-workers", "--worker-tensor", "--fast-dataloader"]
-    losses = ["", "--fast-loss"] if "--fast-loss" in known else [""]
-    steps = ["", "--fast-step"] if "--fast-step" in known else [""]
-    if on_gpu and "--cuda-graph" in known:
-        steps.append("--fast-step --cuda-graph")
+    losses = ["", "--fast-loss"]
+    steps = ["", "--fast-step", *(["--fast-step --cuda-graph"] if on_gpu else [])]
     flags = [" ".join(filter(None, chosen)).split() for chosen in itertools.product(loaders, losses, steps)]
-    chosen = [(words, {}) for words in flags] + ([(["--fast"], {})] if "--fast" in known else [])
+    chosen = [(words, {}) for words in [*flags, ["--fast"]]]
     if has_compile():
         chosen += [(words, {"USE_COMPILE": "1"}) for words in (flags if everything else (flags[0], flags[-1]))]
     return chosen
@@ -174,17 +168,10 @@ def _percent(shares):
     return ", ".join(f"{share:.2%}" for share in shares)
 
 
-def fastest(setup):
-    """The flags of everything that this machine can run."""
-    if "--fast" in runner.known_flags():
-        return "--fast"
-    return "--fast-dataloader --fast-loss"
-
-
 def performance(setup: Setup):
     """Flags off against everything: leaves the judged comparison for the checks after it."""
     base = setup.arguments(setup.epochs, small=False)
-    a, b = ab_compare.Side.parse("A", ""), ab_compare.Side.parse("B", fastest(setup))
+    a, b = ab_compare.Side.parse("A", ""), ab_compare.Side.parse("B", "--fast")
     out = setup.out / "ab"
     runs = ab_compare.compare(base, a, b, out, setup.repeats, 0, TIMEOUT_PERFORMANCE)
     rates = [ab_compare.middle(ab_compare.measure(side)["images_per_second"]) for side in runs.values()]

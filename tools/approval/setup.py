@@ -83,7 +83,7 @@ class Setup:
         words = ["--data", self.data, "--cfg", self.cfg, "--hyp", self.hyp, "--weights", "", "--img", self.img,
                  "--batch-size", self.batch, "--workers", self.workers, "--epochs", epochs, "--seed", 0,
                  "--noautoanchor", "--device", self.device, *self.more, *flags]  # fmt: skip
-        if self.subset and small and "--subset-size" in runner.known_flags():
+        if self.subset and small:
             words += ["--subset-size", self.subset]
         return list(map(str, words))
 

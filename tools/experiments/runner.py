@@ -18,6 +18,7 @@ from pathlib import Path
 
 import yaml
 
+from utils.config.flags import TRAIN_FLAGS
 from utils.config.options import explicit_options, train_parser
 from utils.loggers.monitor import Usage, Utilisation, gpu_name
 from utils.system.files import PROJECT_ROOT
@@ -260,23 +261,17 @@ def _git(*words):
 # ---- command lines ---------------------------------------------------------------------------------------------------
 
 
-def known_flags():
-    """Every flag of train.py, e.g. --fast-loss."""
-    return {flag for action in train_parser()._actions for flag in action.option_strings}
-
-
 def override(arguments, overrides):
     """The command line `arguments` (list of words) of train.py with options replaced: {name: value}, as words.
 
     True switches a flag on, False and None leave an option out, a list becomes several words.
     Raises ValueError for a name that train.py does not have.
     """
-    actions = {action.dest: action for action in train_parser()._actions}
     options = explicit_options(train_parser(), list(arguments))
     for name, value in overrides.items():
         dest = name.lstrip("-").replace("-", "_")
-        if dest not in actions:
-            near = difflib.get_close_matches(dest, actions, 1)
+        if dest not in TRAIN_FLAGS:
+            near = difflib.get_close_matches(dest, TRAIN_FLAGS, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ValueError(f"train.py has no option {name!r}{hint}")
         options[dest] = value
@@ -284,7 +279,7 @@ def override(arguments, overrides):
     for dest, value in options.items():
         if value is None or value is False:
             continue
-        words.append(next(flag for flag in actions[dest].option_strings if flag.startswith("--")))
+        words.append(TRAIN_FLAGS[dest].name)
         words += [] if value is True else map(str, value if isinstance(value, (list, tuple)) else [value])
     return words
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from tools.experiments import runner
 from tools.experiments.runner import LOSS, MAP50
 from utils.config.data_yaml import read_yaml
-from utils.config.hyp import DEFAULTS, OPTIONAL
+from utils.config.flags import TRAIN_FLAGS
+from utils.config.hyp import HYPER_PARAMETERS
 from utils.config.options import train_parser
 from utils.plots.style import FAINT, PALETTE, new_figure, save_figure, set_title, whole_numbers
 from utils.system.files import atomic_write, check_file
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 COLUMNS = ("trial_id", "status", "final_map", "final_loss", "seconds")
 STATUSES = ("completed", "eliminated", "failed")
 # What a trial may not set, because the run folders belong to the trials.
-RESERVED = {"project", "name", "exist_ok", "resume", "evolve", "hyp", "help"}
+RESERVED = {"project", "name", "exist_ok", "resume", "evolve", "hyp"}
 EMPTY = '""'  # an empty text in the table
 PARAMETERS = "trial.json"  # in the folder of a trial: its overrides, known before it starts
 
@@ -55,9 +56,7 @@ class Budget:
     size: int | None = None
 
     def overrides(self):
-        """As overrides of train.py; ValueError when it has no subsets."""
-        if self.subset is not None and "--subset-size" not in runner.known_flags():
-            raise ValueError("--budget-subset needs train.py --subset-size, which this version does not have")
+        """As overrides of train.py."""
         values = {"epochs": self.epochs, "subset_size": self.subset, "img_size": self.size and [self.size, self.size]}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -82,8 +81,7 @@ def read_trials(path):
 
 def check_names(names, where):
     """Raise ValueError when a name is neither a hyper-parameter (hyp.NAME) nor an option that a trial may set."""
-    options = {action.dest for action in train_parser()._actions} - RESERVED
-    known = options | {f"hyp.{name}" for name in (*DEFAULTS, *OPTIONAL)}
+    known = TRAIN_FLAGS.keys() - RESERVED | {f"hyp.{name}" for name in HYPER_PARAMETERS}
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(str(name), known, 1)

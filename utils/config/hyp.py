@@ -1,56 +1,74 @@
-"""Hyper-parameter files: reading with defaults, checking, and the scaling that a run applies to the loss gains."""
+"""Hyper-parameters, one row each; their files; and the scaling that a run applies to the gains of the loss."""
 
 import logging
 import math
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import yaml
 
-from utils.config import limits
 from utils.config.data_yaml import read_yaml
+from utils.config.limits import SHARE, SHARE_BELOW_ONE, Range, above, at_least
 from utils.system.files import printable, shown
 
 logger = logging.getLogger(__name__)
 
-# What a key means when a file lacks it: the values of data/hyp.scratch.p5.yaml, with augmentation switched off.
-DEFAULTS = {
-    "lr0": 0.01,
-    "lrf": 0.1,
-    "momentum": 0.937,
-    "weight_decay": 0.0005,
-    "warmup_epochs": 3.0,
-    "warmup_momentum": 0.8,
-    "warmup_bias_lr": 0.1,
-    "box": 0.05,
-    "cls": 0.3,
-    "cls_pw": 1.0,
-    "obj": 0.7,
-    "obj_pw": 1.0,
-    "iou_t": 0.2,
-    "anchor_t": 4.0,
-    "fl_gamma": 0.0,
-    "hsv_h": 0.0,
-    "hsv_s": 0.0,
-    "hsv_v": 0.0,
-    "degrees": 0.0,
-    "translate": 0.0,
-    "scale": 0.0,
-    "shear": 0.0,
-    "perspective": 0.0,
-    "flipud": 0.0,
-    "fliplr": 0.0,
-    "mosaic": 0.0,
-    "mixup": 0.0,
-    "copy_paste": 0.0,
-    "paste_in": 0.0,
-    "loss_ota": 1,
+
+class HyperParameter(NamedTuple):
+    """One key of a hyper-parameter file."""
+
+    meaning: str
+    default: float | None  # where a file lacks the key, hyp.scratch.p5.yaml without augmentation; None: may be missing
+    range: Range
+    mutation: tuple | None = None  # of --evolve: gain 0..1, lowest and highest value; None: not searched
+    is_augmentation: bool = False
+
+
+def _augmentation(meaning, limits, mutation):
+    return HyperParameter(meaning, 0.0, limits, mutation, is_augmentation=True)
+
+
+# The order counts: --evolve draws random numbers for the keys, and names the columns of its table, in this order.
+HYPER_PARAMETERS = {
+    "lr0": HyperParameter("learning rate after the warm-up", 0.01, above(0), (1, 1e-5, 1e-1)),
+    "lrf": HyperParameter("learning rate at the end, as a share of lr0", 0.1, at_least(0), (1, 0.01, 1.0)),
+    "momentum": HyperParameter("of SGD; beta1 of Adam", 0.937, SHARE_BELOW_ONE, (0.3, 0.6, 0.98)),
+    "weight_decay": HyperParameter("L2 penalty per 64 images", 0.0005, at_least(0), (1, 0.0, 0.001)),
+    "warmup_epochs": HyperParameter("epochs of warm-up", 3.0, at_least(0), (1, 0.0, 5.0)),
+    "warmup_momentum": HyperParameter("momentum of the first iteration", 0.8, SHARE_BELOW_ONE, (1, 0.0, 0.95)),
+    "warmup_bias_lr": HyperParameter("learning rate of biases, first iteration", 0.1, at_least(0), (1, 0.0, 0.2)),
+    "warmup_min_iters": HyperParameter("fewest iterations of the warm-up, 1000 if missing", None, at_least(0)),
+    "box": HyperParameter("weight of the box loss", 0.05, at_least(0), (1, 0.02, 0.2)),
+    "cls": HyperParameter("weight of the class loss", 0.3, at_least(0), (1, 0.2, 4.0)),
+    "cls_pw": HyperParameter("weight of positives in the class loss", 1.0, at_least(0), (1, 0.5, 2.0)),
+    "obj": HyperParameter("weight of the objectness loss", 0.7, at_least(0), (1, 0.2, 4.0)),
+    "obj_pw": HyperParameter("weight of positives in the objectness loss", 1.0, at_least(0), (1, 0.5, 2.0)),
+    "iou_t": HyperParameter("unused; hyp files carry it", 0.2, SHARE, (0, 0.1, 0.7)),
+    "anchor_t": HyperParameter("largest factor between a box side and its anchor's", 4.0, above(1), (1, 2.0, 8.0)),
+    "anchors": HyperParameter("anchors per level of a new head", None, Range(1, 100), (2, 2.0, 10.0)),
+    "fl_gamma": HyperParameter("focal loss exponent; 0: off", 0.0, at_least(0), (0, 0.0, 2.0)),
+    "hsv_h": _augmentation("hue, +- share of the circle", SHARE, (1, 0.0, 0.1)),
+    "hsv_s": _augmentation("saturation, +- share", SHARE, (1, 0.0, 0.9)),
+    "hsv_v": _augmentation("brightness, +- share", SHARE, (1, 0.0, 0.9)),
+    "degrees": _augmentation("rotation, +- degrees", Range(0, 360), (1, 0.0, 45.0)),
+    "translate": _augmentation("shift, +- share of the side", SHARE, (1, 0.0, 0.9)),
+    "scale": _augmentation("zoom, factor 1 - scale to 1.1 + scale", SHARE, (1, 0.0, 0.9)),
+    "shear": _augmentation("shear, +- degrees", Range(0, 90, open_high=True), (1, 0.0, 10.0)),
+    "perspective": _augmentation("perspective, +- this", Range(0, 0.01), (0, 0.0, 0.001)),
+    "flipud": _augmentation("probability of an upside-down flip", SHARE, (1, 0.0, 1.0)),
+    "fliplr": _augmentation("probability of a left-right flip", SHARE, (0, 0.0, 1.0)),
+    "mosaic": _augmentation("probability of a mosaic of 4 or 9 images", SHARE, (1, 0.0, 1.0)),
+    "mixup": _augmentation("probability of blending a mosaic with another one", SHARE, (1, 0.0, 1.0)),
+    "copy_paste": _augmentation("share of the polygons pasted once more, mirrored", SHARE, (1, 0.0, 1.0)),
+    "paste_in": _augmentation("probability of pasting objects from other images", SHARE, (1, 0.0, 1.0)),
+    "loss_ota": HyperParameter("1: OTA assigns the targets, 0: the plain loss", 1, Range(0, 1, whole=True)),
 }
-# Keys that a file may have beside these: anchors per level for a new head; our floor under the warm-up length.
-OPTIONAL = ("anchors", "warmup_min_iters")
+DEFAULTS = {name: row.default for name, row in HYPER_PARAMETERS.items() if row.default is not None}
+AUGMENTATION_KEYS = tuple(name for name, row in HYPER_PARAMETERS.items() if row.is_augmentation)
 
 
-def load_hyp(path):
+def load_hyp(path: str | Path) -> dict:
     """Hyper-parameters of a YAML file as a dict in the file's order; missing keys take DEFAULTS, named in one warning.
 
     Unknown keys are kept (they are written back to hyp.yaml) and named in a warning.
@@ -59,18 +77,18 @@ def load_hyp(path):
     """
     hyp = read_yaml(path)
     where = printable(path)
-    for key in (*DEFAULTS, *OPTIONAL):
+    for key, row in HYPER_PARAMETERS.items():
         if key in hyp:
             hyp[key] = _number(hyp[key], key, where)
-    limits.check(hyp, limits.HYP, lambda key: f"{where}: {key}")
+            row.range.check(f"{where}: {key}", hyp[key])
 
     missing = [key for key in DEFAULTS if key not in hyp]
     if missing:
         logger.warning("%s lacks %s; used: %s", where, _listing(missing), {key: DEFAULTS[key] for key in missing})
-    unknown = [key for key in hyp if key not in DEFAULTS and key not in OPTIONAL]
+    unknown = [key for key in hyp if key not in HYPER_PARAMETERS]
     if unknown:
         logger.warning("%s has keys that nothing here reads: %s", where, _listing(unknown))
-    return hyp | {key: value for key, value in DEFAULTS.items() if key not in hyp}
+    return hyp | {key: DEFAULTS[key] for key in missing}
 
 
 def _number(value, key, where):
@@ -86,7 +104,7 @@ def _listing(keys):
     return printable(", ".join(map(str, keys)))[:500]
 
 
-def save_hyp(hyp, path):
+def save_hyp(hyp: dict, path: str | Path) -> None:
     """Write hyper-parameters as YAML, in their order."""
     Path(path).write_text(yaml.safe_dump(hyp, sort_keys=False), encoding="utf-8")
 

@@ -10,15 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
+from utils.config.flags import TRAIN_FLAGS
 from utils.system import random_state
 from utils.system.distributed import unwrap
 
 logger = logging.getLogger(__name__)
 
 KEY = "full_state"
-# Options whose change is reported when a run goes on; those that begin a new run cannot change.
-REPORTED = ("epochs", "total_batch_size", "world_size", "workers", "device", "test_batch_size", "patience",
-            "save_period", "eval_interval")  # fmt: skip
 
 
 def checkpoint(training, epoch, progress, results_text, opt):
@@ -82,7 +80,9 @@ def restore(stored, training, progress, opt):
 def _report_changes(state, hyp, opt):
     """Say which options and hyper-parameters are not those that the checkpoint was written with."""
     before, now = state["options"], vars(opt)
-    changed = [f"{name} {before[name]} -> {now[name]}" for name in REPORTED if before.get(name, now[name]) != now[name]]
+    names = [name for name, flag in TRAIN_FLAGS.items() if flag.is_reported and name != "batch_size"]
+    names += ["total_batch_size", "world_size"]  # batch_size itself is the share of one process
+    changed = [f"{name} {before[name]} -> {now[name]}" for name in names if before.get(name, now[name]) != now[name]]
     if changed:
         logger.info("Changed since the checkpoint: %s", ", ".join(changed))
     names = sorted(name for name in hyp.keys() | state["hyp"].keys() if hyp.get(name) != state["hyp"].get(name))

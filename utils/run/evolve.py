@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
+from utils.config.hyp import HYPER_PARAMETERS
 from utils.metrics.detection import fitness
 from utils.plots.run import plot_evolution
 from utils.system.files import atomic_write
@@ -14,40 +15,6 @@ from utils.system.files import atomic_write
 logger = logging.getLogger(__name__)
 
 NUM_RESULTS = 7  # P, R, mAP@.5, mAP@.5:.95, val box, val obj, val cls
-
-# hyper-parameter: (mutation gain 0..1, lowest, highest value)
-LIMITS = {
-    "lr0": (1, 1e-5, 1e-1),
-    "lrf": (1, 0.01, 1.0),
-    "momentum": (0.3, 0.6, 0.98),
-    "weight_decay": (1, 0.0, 0.001),
-    "warmup_epochs": (1, 0.0, 5.0),
-    "warmup_momentum": (1, 0.0, 0.95),
-    "warmup_bias_lr": (1, 0.0, 0.2),
-    "box": (1, 0.02, 0.2),
-    "cls": (1, 0.2, 4.0),
-    "cls_pw": (1, 0.5, 2.0),
-    "obj": (1, 0.2, 4.0),
-    "obj_pw": (1, 0.5, 2.0),
-    "iou_t": (0, 0.1, 0.7),
-    "anchor_t": (1, 2.0, 8.0),
-    "anchors": (2, 2.0, 10.0),
-    "fl_gamma": (0, 0.0, 2.0),
-    "hsv_h": (1, 0.0, 0.1),
-    "hsv_s": (1, 0.0, 0.9),
-    "hsv_v": (1, 0.0, 0.9),
-    "degrees": (1, 0.0, 45.0),
-    "translate": (1, 0.0, 0.9),
-    "scale": (1, 0.0, 0.9),
-    "shear": (1, 0.0, 10.0),
-    "perspective": (0, 0.0, 0.001),
-    "flipud": (1, 0.0, 1.0),
-    "fliplr": (0, 0.0, 1.0),
-    "mosaic": (1, 0.0, 1.0),
-    "mixup": (1, 0.0, 1.0),
-    "copy_paste": (1, 0.0, 1.0),
-    "paste_in": (1, 0.0, 1.0),
-}
 
 
 def evolve(train, hyp, save_dir, generations):
@@ -60,7 +27,7 @@ def evolve(train, hyp, save_dir, generations):
     """
     hyp = dict(hyp)
     hyp.setdefault("anchors", 3)
-    names = [name for name in LIMITS if name in hyp]
+    names = [name for name, row in HYPER_PARAMETERS.items() if row.mutation and name in hyp]
     table = Path(save_dir) / "evolve.txt"
     for generation in range(generations):
         rows = read_table(table, names)
@@ -106,9 +73,9 @@ def choose_parent(rows, names, hyp):
 
 
 def mutate(parent, names, probability=0.8, sigma=0.2):
-    """A copy of `parent` whose `names` are multiplied by random factors of 0.3 to 3, then held within LIMITS."""
+    """A copy of `parent` whose `names` are multiplied by random factors of 0.3 to 3, then held within their limits."""
     rng = np.random.RandomState()  # not the training's stream, which each run starts from the same seed
-    gains = np.array([LIMITS[name][0] for name in names])
+    gains = np.array([HYPER_PARAMETERS[name].mutation[0] for name in names])
     factors = np.ones(len(names))
     while (factors == 1).all():
         mask = rng.random_sample(len(names)) < probability
@@ -116,7 +83,7 @@ def mutate(parent, names, probability=0.8, sigma=0.2):
         factors = (step + 1).clip(0.3, 3.0)
     child = dict(parent)
     for name, factor in zip(names, factors, strict=True):
-        _, low, high = LIMITS[name]
+        _, low, high = HYPER_PARAMETERS[name].mutation
         child[name] = round(float(min(max(parent[name] * factor, low), high)), 5)
     return child
 

@@ -6,6 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from utils.config.data_yaml import read_yaml
+from utils.config.flags import KEPT, STAYS, TRAIN_FLAGS
 from utils.config.options import (
     check_train_options,
     explicit_options,
@@ -19,13 +20,6 @@ from utils.engine.checkpoint import full_state_path, read_checkpoint
 from utils.system.files import check_can_be_made, check_file, increment_path, remove_leftovers
 
 logger = logging.getLogger(__name__)
-
-# What the user may change while resuming; everything else comes from the run's own opt.yaml. The first set stays
-# changed, the second one says how this machine does it.
-OF_THE_RUN = {"epochs", "batch_size", "test_batch_size", "patience", "save_period", "eval_interval"}
-OF_THE_MACHINE = {"resume", "device", "workers", "local_rank", "cache_images", "fast_dataloader", "persistent_workers",
-                  "worker_tensor", "micro_batch_size", "prefetch_factor", "loader_timeout", "fast_loss"}  # fmt: skip
-CHANGEABLE = OF_THE_RUN | OF_THE_MACHINE
 
 
 class NothingToDo(Exception):
@@ -69,8 +63,8 @@ def open_run_folder(opt, ranks):
     """
     if ranks.is_main and opt.resume:
         path = Path(opt.save_dir) / "opt.yaml"
-        names = OF_THE_RUN | {"total_batch_size", "world_size"}
-        save_options(Namespace(**read_yaml(path) | {name: getattr(opt, name) for name in sorted(names)}), path)
+        names = ["total_batch_size", "world_size", *(key for key, flag in TRAIN_FLAGS.items() if flag.resume == STAYS)]
+        save_options(Namespace(**read_yaml(path) | {name: getattr(opt, name) for name in names}), path)
     elif ranks.is_main and not opt.save_dir:
         name = "evolve" if opt.evolve else opt.name
         opt.save_dir = str(increment_path(Path(opt.project) / name, exist_ok=opt.exist_ok or bool(opt.evolve)))
@@ -89,11 +83,10 @@ def resumed_options(opt):
 
     old = load_options(run / "opt.yaml")
     typed = explicit_options(train_parser())
-    ignored = sorted(set(typed) - CHANGEABLE)
+    ignored = sorted(name for name in typed if TRAIN_FLAGS[name].resume == KEPT)
     if ignored:
         logger.warning("--resume keeps the options of %s; ignored: %s", run, ", ".join(ignored))
-    for name in CHANGEABLE & set(typed):
-        setattr(old, name, typed[name])
+    vars(old).update({name: value for name, value in typed.items() if name not in ignored})
 
     if checkpoint.optimizer is None or checkpoint.epoch is None:
         raise NothingToDo(f"{last} is finished and holds no training state: start a new run with --weights {last}")

@@ -1,0 +1,200 @@
+"""Every flag of train.py and test.py, one row each.
+
+The parsers, the checks, --resume, opt.yaml, the staged approval and the table in README.md all read these rows. A new
+flag is a new row; the code that it is for finds its value in the options, under `dest`.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from utils.config.limits import SEED, SHARE, SHARE_BELOW_ONE, SIDE, Range, at_least
+
+# What --resume does with a flag that is typed again:
+KEPT = "kept"  # the value of the run holds; the typed one is ignored, with a warning
+STAYS = "stays"  # the typed value is taken, and written to opt.yaml for the next --resume
+MACHINE = "machine"  # the typed value is taken this once: how this machine does it, speed and rounding, nothing else
+START = "start"  # as MACHINE, but it only concerns this start, so that its change is not logged
+
+
+class Flat(argparse.Action):
+    """Stores one list of all the lists that the type makes."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, [value for part in values for value in part])
+
+
+def layer_range(text):
+    """The numbers of a single one, or of a range such as 29-76, both ends included."""
+    first, dash, last = text.partition("-")
+    if not first.isdigit() or (dash and not (last.isdigit() and int(first) < int(last))):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a layer number nor a range such as 29-76")
+    return list(range(int(first), int(last or first) + 1))
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag; with names and help alone it is a switch that is off. Fields without a comment are those of argparse.
+
+    A switch of the machine also has a --no-... form, which turns it off when a run that had it is resumed.
+    """
+
+    names: str  # all spellings; messages use the first one
+    help: str | None = None
+    default: object = False
+    type: Callable | None = None  # text without one
+    range: Range | None = None  # of the number, or of each of several
+    resume: str = KEPT
+    stage: int | None = None  # the approval stage of the opt-in path that the flag opens
+    action: str | type | None = None
+    choices: Sequence | None = None
+    const: object = None
+    metavar: str | None = None
+    nargs: str | None = None
+    group: str = ""  # title in --help
+
+    @property
+    def name(self) -> str:
+        return self.names.split()[0]
+
+    @property
+    def dest(self) -> str:
+        return self.name[2:].replace("-", "_")
+
+    @property
+    def is_reported(self) -> bool:
+        """Whether --resume logs that the value is another one than the checkpoint's."""
+        return self.resume in (STAYS, MACHINE)
+
+    def add_to(self, parser) -> None:
+        """Add the flag to a parser, or to a group of one."""
+        given = {name: getattr(self, name) for name in ("type", "action", "choices", "const", "metavar", "nargs")}
+        options = {name: value for name, value in given.items() if value is not None}
+        if self.default is False and not self.nargs:
+            options["action"] = "store_true"
+        parser.add_argument(*self.names.split(), default=self.default, help=self.help, **options)
+        if self.default is False and self.resume == MACHINE:
+            quiet = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+            parser.add_argument(f"--no-{self.name[2:]}", dest=self.dest, action="store_false", **quiet)
+
+
+def _table(rows):
+    """{dest: Flag} of Flags, each behind the title of its group."""
+    flags, group = {}, ""
+    for row in rows:
+        if isinstance(row, str):
+            group = row
+        else:
+            flags[row.dest] = replace(row, group=group)
+    return flags
+
+
+IDLE = "accepted for compatibility, without effect here"
+TRAIN_FLAGS = _table([
+    "what to train",
+    Flag("--weights", "weights to start from (.pt); empty: from scratch", ""),
+    Flag("--cfg", "model yaml, e.g. cfg/training/yolov7-tiny.yaml; empty: the one inside --weights", ""),
+    Flag("--data", "data set yaml", "data/coco.yaml"),
+    Flag("--hyp", "hyper-parameter yaml", "data/hyp.scratch.p5.yaml"),
+    Flag("--epochs", None, 300, int, at_least(1), STAYS),
+    Flag("--batch-size", "images per step, over all GPUs; -1: what fits", 16, int, at_least(-1), STAYS),
+    Flag("--img-size", "training and validation size in pixels", [640, 640], int, SIDE, nargs="+"),
+    Flag("--single-cls", "treat all classes as one"),
+    Flag("--freeze", "N: the first N layers; several numbers or a range such as 29-76: those layers", [0],
+         layer_range, at_least(0), nargs="+", action=Flat),
+    Flag("--resume", "continue the newest run, or the given last.pt", resume=START, nargs="?", const=True),
+    "how to train",
+    Flag("--rect", "rectangular training batches (no mosaic)"),
+    Flag("--multi-scale", "vary the image size by +-50%% from batch to batch"),
+    Flag("--image-weights", "draw images by the classes that score worst"),
+    Flag("--quad", "collate four images into one of double size"),
+    Flag("--adam", "Adam instead of SGD"),
+    Flag("--linear-lr", "linear learning rate schedule instead of cosine"),
+    Flag("--label-smoothing", None, 0.0, float, SHARE_BELOW_ONE),
+    Flag("--noautoanchor", "skip the anchor check"),
+    Flag("--evolve", "search hyper-parameters for N (300) generations", 0, int, at_least(0), nargs="?", const=300),
+    Flag("--allow-background", "train although no training image has a box"),
+    Flag("--strict-data", "stop when the scan drops an image, a row or a list entry"),
+    "machine",
+    Flag("--device", "cpu, 0, or 0,1; empty: the first GPU, else the CPU", "", resume=MACHINE),
+    Flag("--workers", "loader processes, at most", 8, int, at_least(0), MACHINE),
+    Flag("--cache-images", "keep the resized images in RAM (default), or in one file that is mapped into memory",
+         resume=MACHINE, nargs="?", const=True, choices=["ram", "disk"]),
+    Flag("--amp", "mixed precision; default fp16 on a GPU, off on a CPU", None, resume=MACHINE,
+         choices=["fp16", "bf16", "off"]),
+    Flag("--sync-bn", "batch statistics over all processes (with torchrun)"),
+    Flag("--local_rank --local-rank", "set by launchers", -1, int, resume=START),
+    "one backbone, several heads (1B4H)",
+    Flag("--heads", "number of detection heads; needs --head-config and a --cfg", 0, int, at_least(0), metavar="N"),
+    Flag("--head-config", "yaml that says which head learns which classes", "", metavar="FILE"),
+    Flag("--transfer-weights", "of --weights only backbone and neck; heads and epochs anew"),
+    Flag("--auto-lr", "lr0 by the square root of batch/64 above 64, longer warm-up from 128"),
+    "faster paths (off by default; --no-fast and the like turn one off on --resume)",
+    Flag("--fast-dataloader", "shortcut for --persistent-workers --worker-tensor", resume=MACHINE, stage=2),
+    Flag("--persistent-workers", "loader workers live across epochs (needs workers > 0)", resume=MACHINE, stage=2),
+    Flag("--worker-tensor", "workers assemble the batches; the main process copies nothing", resume=MACHINE, stage=3),
+    Flag("--micro-batch-size", "samples in a worker's share under --worker-tensor; 0: chosen", 0, int, at_least(0),
+         MACHINE, stage=4),
+    Flag("--prefetch-factor", "batches (or micro-batches) that a worker prepares ahead", None, int, at_least(1),
+         MACHINE, stage=2),
+    Flag("--loader-timeout", "seconds without a batch after which these loaders give up", 300, int, at_least(1),
+         MACHINE),
+    Flag("--seed", "equal batches for any workers, flags, ranks and restarts; shuffles", None, int, SEED, stage=2),
+    Flag("--fast-loss", "assignment and loss for the whole batch at once; equal values", resume=MACHINE, stage=6),
+    Flag("--fast-step", "a step that never waits for the GPU; channels-last, multi-tensor", resume=MACHINE, stage=6),
+    Flag("--sync-interval", "steps between two loss read-backs of --fast-step", 10, int, at_least(1), MACHINE,
+         metavar="N"),
+    Flag("--cuda-graph", "the whole step as a CUDA graph (with --fast-loss and --fast-step)", resume=MACHINE, stage=6),
+    Flag("--fast", "every faster path that this machine can run; says which", resume=MACHINE, stage=6),
+    Flag("--fast-val", "validate whole batches on the device; pictures only in the end", resume=MACHINE, stage=6),
+    Flag("--ota-last", "OTA in the last N epochs only, the plain loss before", None, int, at_least(1), stage=6,
+         metavar="N"),
+    "shorter and staged runs (off by default)",
+    Flag("--subset-size", "train on N random images, every class if possible", 0, int, at_least(0), metavar="N"),
+    Flag("--subset-seed", "which N images; the same S draws the same ones", 0, int, SEED, metavar="S"),
+    Flag("--overfit", "train and validate on the first 10 (--subset-size) images as they are"),
+    Flag("--resize-schedule", "training size by epoch: 0:320,20:480,40:640", "", metavar="E:PX,..."),
+    Flag("--max-iter", "end an epoch after N batches; the next one goes on there", 0, int, at_least(0), metavar="N"),
+    Flag("--eval-interval", "validate every N epochs, and after the last", 0, int, at_least(0), STAYS, metavar="N"),
+    Flag("--patience", "stop after N epochs without a better one; 0: never", 0, int, at_least(0), STAYS, metavar="N"),
+    "what is written",
+    Flag("--project", "folder of all runs", "runs/train"),
+    Flag("--name", "folder of this run; a number is appended if it exists", "exp"),
+    Flag("--exist-ok", "write into the run folder even if it exists"),
+    Flag("--nosave", "save only the last checkpoint"),
+    Flag("--save-period --save_period", "keep every Nth epoch's checkpoint", -1, int, at_least(-1), STAYS, metavar="N"),
+    Flag("--notest", "validate only after the last epoch"),
+    Flag("--test-batch-size", "validation batch; default twice the training batch", None, int, at_least(1), STAYS),
+    Flag("--v5-metric", "close the recall axis at 1.0 in AP"),
+    IDLE,
+    Flag("--bucket", "Google storage bucket", ""),
+    Flag("--entity", "W&B entity", None),
+    Flag("--upload_dataset", "W&B: upload the data set"),
+    Flag("--bbox_interval", "W&B: interval of box pictures", -1, int),
+    Flag("--artifact_alias", "W&B: alias of the data set", "latest"),
+])  # fmt: skip
+TEST_FLAGS = _table([
+    Flag("--weights", "checkpoint; several form an ensemble", ["yolov7.pt"], nargs="+"),
+    Flag("--data", "data set yaml", "data/coco.yaml"),
+    Flag("--batch-size", None, 32, int, at_least(1)),
+    Flag("--img-size", "pixels", 640, int, SIDE),
+    Flag("--conf-thres", "smallest confidence that counts", 0.001, float, SHARE),
+    Flag("--iou-thres", "IoU above which NMS removes a box", 0.65, float, SHARE),
+    Flag("--task", "split to score, or a series", "val", choices=("train", "val", "test", "speed", "study")),
+    Flag("--device", "cpu or 0", ""),
+    Flag("--single-cls", "treat all classes as one"),
+    Flag("--augment", "test-time augmentation"),
+    Flag("--strict-data", "stop when the scan drops an image, a row or a list entry"),
+    Flag("--verbose", "a row for each class"),
+    Flag("--save-txt", "write the detections of each image to labels/*.txt"),
+    Flag("--save-hybrid", "merge the labels into the detections (implies --save-txt)"),
+    Flag("--save-conf", "add the confidence to --save-txt"),
+    Flag("--save-json", "write a COCO json and score it officially"),
+    Flag("--save-per-class-ap", "write the AP of every class to a json file", None, metavar="FILE"),
+    Flag("--project", "folder of all tests", "runs/test"),
+    Flag("--name", "folder of this test; a number is appended if it exists", "exp"),
+    Flag("--exist-ok", "write into the folder even if it exists"),
+    Flag("--one-class-score", "1B4H: heads with a single class give it the score 1"),
+    Flag("--no-trace", "accepted for compatibility: nothing is traced here"),
+    Flag("--v5-metric", "close the recall axis at 1.0 in AP"),
+])  # fmt: skip
