@@ -31,9 +31,8 @@ import torch
 from models.yolo import Model
 from tests import mutations
 from tests.tiny_model import tiny_model
-from utils.config import limits
 from utils.config.data_yaml import load_data_yaml
-from utils.config.hyp import load_hyp
+from utils.config.hyp import HYPER_PARAMETERS, load_hyp
 from utils.config.options import load_options
 from utils.data.scan import scan_dataset
 from utils.datasets import LoadImagesAndLabels
@@ -70,8 +69,8 @@ def read_data(file):
 
 def read_hyp(file):
     hyp = load_hyp(str(file))
-    limits.check(hyp, limits.HYP)
-    assert all(isinstance(hyp[key], (int, float)) for key in limits.HYP if key in hyp)
+    for key, row in HYPER_PARAMETERS.items():
+        assert key not in hyp or (isinstance(hyp[key], (int, float)) and row.range.holds(hyp[key]))
 
 
 def read_cfg(file):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from utils.config.hyp import DEFAULTS, OPTIONAL, load_hyp, save_hyp, scale_hyp
+from utils.config.hyp import DEFAULTS, HYPER_PARAMETERS, load_hyp, save_hyp, scale_hyp
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 AUGMENTATIONS = {"hsv_h", "hsv_s", "hsv_v", "degrees", "translate", "scale", "shear", "perspective", "flipud", "fliplr",
@@ -53,7 +53,16 @@ def test_defaults_are_those_of_the_p5_file_without_augmentation():
         key: value for key, value in p5.items() if key not in AUGMENTATIONS
     }
     assert all(DEFAULTS[key] == 0 for key in AUGMENTATIONS) and set(p5) == set(DEFAULTS)
-    assert not set(DEFAULTS) & set(OPTIONAL)
+    assert {name for name, row in HYPER_PARAMETERS.items() if row.default is None} == {"anchors", "warmup_min_iters"}
+
+
+def test_rows():
+    assert {name for name, row in HYPER_PARAMETERS.items() if row.is_augmentation} == AUGMENTATIONS
+    not_searched = {name for name, row in HYPER_PARAMETERS.items() if row.mutation is None}
+    assert not_searched == {"loss_ota", "warmup_min_iters"} and all(row.meaning for row in HYPER_PARAMETERS.values())
+    for name, row in HYPER_PARAMETERS.items():
+        values = [row.default, *(row.mutation or ())[1:]]
+        assert all(row.range.holds(value) for value in values if value is not None), name
 
 
 @pytest.mark.parametrize("path", sorted(DATA.glob("hyp*.yaml")), ids=lambda path: path.name)

@@ -150,6 +150,28 @@ def test_another_batch_size(tmp_path, monkeypatch, caplog):
     assert after.extra["full_state"]["options"]["total_batch_size"] == 6
 
 
+@pytest.mark.parametrize("is_on", [False, True], ids=["switched on", "switched off"])
+@pytest.mark.parametrize(
+    ("names", "tolerance"),  # losses and steps differ by rounding
+    [(["fast_dataloader"], 0), (["fast_dataloader", "fast_loss"], 1e-6), (["fast"], 1e-6)],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_faster_paths_change_on_the_way(names, tolerance, is_on, tmp_path, monkeypatch, caplog):
+    flags = [f"--{name.replace('_', '-')}" for name in names]
+    common = ("--epochs", "3", "--batch-size", "2", "--seed", "5", "--workers", "1")
+    reference = small_run.run(tmp_path, *common, "--name", "reference", hyp=SLOW_WARMUP)
+    last = interrupted(tmp_path, monkeypatch, 0, *common, *(flags if is_on else ()), hyp=SLOW_WARMUP)
+    with caplog.at_level(logging.INFO):
+        run = resumed(last, *(flag.replace("--", "--no-") if is_on else flag for flag in flags))
+    changes = ", ".join(f"{name} {is_on} -> {not is_on}" for name in names)
+    assert f"Changed since the checkpoint: {changes}" in caplog.messages
+    states = [resume.of(read_checkpoint(folder / "weights" / "last_full.pt")) for folder in (run, reference)]
+    for name in ("model", "ema"):
+        torch.testing.assert_close(*(state[name] for state in states), rtol=0, atol=tolerance)
+    tables = [read_results(folder / "results.txt") for folder in (run, reference)]
+    assert np.allclose(*tables, rtol=0, atol=tolerance)
+
+
 def test_changed_hyper_parameters_are_named(tmp_path, monkeypatch, caplog):
     last = interrupted(tmp_path, monkeypatch, 0, hyp={"warmup_min_iters": 1, "warmup_epochs": 0.0})
     text = (tmp_path / "hyp.yaml").read_text()

@@ -7,11 +7,11 @@ from itertools import count
 import numpy as np
 import pytest
 
-from utils.config.hyp import DEFAULTS, load_hyp
+from utils.config.hyp import DEFAULTS, HYPER_PARAMETERS, load_hyp
 from utils.run import evolve as search
-from utils.run.evolve import LIMITS, NUM_RESULTS, evolve, mutate, read_table
+from utils.run.evolve import NUM_RESULTS, evolve, mutate, read_table
 
-NAMES = [name for name in LIMITS if name in DEFAULTS or name == "anchors"]
+NAMES = [name for name, row in HYPER_PARAMETERS.items() if row.mutation]
 RESULTS = (0.1, 0.2, 0.3, 0.25, 0.01, 0.02, 0.03)
 
 
@@ -128,7 +128,7 @@ def test_mutation_stays_within_limits_and_changes_something():
         for child in children:
             assert child != parent and child["loss_ota"] == 1 and list(child) == list(parent)
             for name in NAMES:
-                gain, low, high = LIMITS[name]
+                gain, low, high = HYPER_PARAMETERS[name].mutation
                 assert low <= child[name] <= high
                 assert child[name] == round(child[name], 5)
                 if gain == 0:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from utils.config.flags import KEPT, MACHINE, STAYS, TRAIN_FLAGS, Flag
 from utils.config.hyp import DEFAULTS, save_hyp
 from utils.config.options import load_options, save_options, train_parser
 from utils.run.folder import NothingToDo, newest_checkpoint, open_run_folder, prepare_train_options
@@ -150,6 +151,27 @@ def test_what_may_change(prepare, caplog):
     noted = prepare("--resume")
     assert (noted.epochs, noted.batch_size) == (9, 2), "the next resume goes on with them"
     assert noted.workers == 8, "unlike what only says how a machine does it"
+
+
+def test_what_changes_speed_may_change_in_both_directions(prepare, caplog):
+    old_run()
+    opt = prepare("--resume --fast --fast-step --cuda-graph --fast-val --sync-interval 5 --amp bf16 --worker-tensor")
+    assert opt.fast and opt.fast_step and opt.cuda_graph and opt.fast_val and opt.worker_tensor
+    assert (opt.sync_interval, opt.amp) == (5, "bf16") and "ignored" not in caplog.text
+    opt = load_options("runs/train/exp/opt.yaml")
+    assert not opt.fast and opt.amp is None, "the next resume goes on as the run began"
+    opt.fast = True
+    save_options(opt, Path("runs/train/exp/opt.yaml"))
+    assert prepare("--resume").fast and not prepare("--resume --no-fast").fast
+
+
+@pytest.mark.parametrize(("rule", "value"), [(KEPT, 2), (STAYS, 3), (MACHINE, 3)])
+def test_the_row_of_a_new_flag_says_what_resume_does(rule, value, prepare, monkeypatch, caplog):
+    monkeypatch.setitem(TRAIN_FLAGS, "new_flag", Flag("--new-flag", None, 2, int, resume=rule, group="machine"))
+    old_run()
+    assert prepare("--resume --new-flag 3").new_flag == value
+    assert ("ignored: new_flag" in caplog.text) == (rule == KEPT)
+    assert prepare("--resume").new_flag == (3 if rule == STAYS else 2)
 
 
 def test_resume_from_inside_the_run_folder(prepare, monkeypatch):

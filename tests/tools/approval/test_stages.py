@@ -198,12 +198,9 @@ def test_a_stage_that_is_interrupted_keeps_what_it_found(tool, tmp_path, monkeyp
 
 
 def test_combinations(monkeypatch):
-    known = {"--fast-loss"}
-    monkeypatch.setattr(runner, "known_flags", lambda: known)
     monkeypatch.setattr(approval_checks, "has_compile", lambda: False)
     chosen = approval_checks.combinations(on_gpu=False, everything=False)
-    assert len(chosen) == 8 and chosen[0] == ([], {}) and (["--fast-dataloader", "--fast-loss"], {}) in chosen
-    known |= {"--fast-step", "--cuda-graph", "--fast"}
+    assert len(chosen) == 17 and chosen[0] == ([], {}) and (["--fast-dataloader", "--fast-loss"], {}) in chosen
     monkeypatch.setattr(approval_checks, "has_compile", lambda: True)
     assert len(approval_checks.combinations(on_gpu=False, everything=False)) == 16 + 1 + 2
     assert len(approval_checks.combinations(on_gpu=True, everything=False)) == 24 + 1 + 2

@@ -1,0 +1,69 @@
+"""The rows of all flags: what they say is what the parser, the checks, opt.yaml and README.md have."""
+
+import pytest
+
+from utils.config.flags import KEPT, MACHINE, START, STAYS, TEST_FLAGS, TRAIN_FLAGS, Flag
+from utils.config.limits import at_least
+from utils.config.options import check_train_options, load_options, save_options, train_parser
+from utils.system.files import PROJECT_ROOT
+
+MARKS = {KEPT: "", STAYS: "*", MACHINE: "+", START: ""}
+
+
+def parsed(line):
+    return train_parser().parse_args(["--cfg", "c.yaml", *line.split()])
+
+
+def readme_lines():
+    """The table of all flags as README.md has to have it."""
+    groups = {}
+    for flag in TRAIN_FLAGS.values():
+        groups.setdefault(flag.group.partition(" (")[0], []).append(f"`{flag.name}`{MARKS[flag.resume]}")
+    groups["`test.py`"] = [f"`{flag.name}`" for flag in TEST_FLAGS.values()]
+    return [f"| {group} | {' '.join(flags)} |" for group, flags in groups.items()]
+
+
+def test_readme_names_every_flag():
+    assert [line for line in readme_lines() if line not in (PROJECT_ROOT / "README.md").read_text().splitlines()] == []
+
+
+def test_a_row_is_all_that_a_new_flag_needs(tmp_path, monkeypatch, capsys):
+    """See tests/run/test_folder.py for --resume."""
+    row = Flag("--new-flag --new_flag", "a help", 2, int, at_least(1), STAYS, group="what is written", metavar="N")
+    monkeypatch.setitem(TRAIN_FLAGS, row.dest, row)
+    assert parsed("").new_flag == 2 and parsed("--new-flag 3").new_flag == parsed("--new_fl 3").new_flag == 3
+    with pytest.raises(SystemExit):
+        parsed("--help")
+    assert "--new-flag N, --new_flag N" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="^--new-flag 0 is too small: it has to be at least 1$"):
+        check_train_options(parsed("--new-flag 0"))
+    save_options(parsed("--new-flag 3"), tmp_path / "opt.yaml")
+    assert load_options(tmp_path / "opt.yaml").new_flag == 3
+    (tmp_path / "opt.yaml").write_text("new_flag: many")
+    with pytest.raises(ValueError, match="new_flag has to be a number, not 'many'"):
+        load_options(tmp_path / "opt.yaml")
+    assert any("`--new-flag`*" in line for line in readme_lines())
+
+
+def test_what_only_changes_speed_can_be_turned_off():
+    switches = [flag for flag in TRAIN_FLAGS.values() if flag.default is False and flag.resume == MACHINE]
+    assert {flag.dest for flag in switches} == {
+        "cache_images", "fast_dataloader", "persistent_workers", "worker_tensor", "fast_loss", "fast_step",
+        "cuda_graph", "fast", "fast_val",
+    }  # fmt: skip
+    for flag in switches:
+        off = flag.name.replace("--", "--no-", 1)
+        assert getattr(parsed(flag.name), flag.dest) is True and getattr(parsed(off), flag.dest) is False
+        assert getattr(parsed(f"{flag.name} {off}"), flag.dest) is False, "the last one counts"
+    with pytest.raises(SystemExit):
+        parsed("--no-adam")
+
+
+def test_negative_forms_take_no_abbreviation_away():
+    opt = parsed("--not --nos --noa --fast-l --fast-d")
+    assert opt.notest and opt.nosave and opt.noautoanchor and opt.fast_loss and opt.fast_dataloader and not opt.fast
+
+
+def test_opt_in_paths_have_a_stage_of_the_approval():
+    assert {flag.stage for flag in TRAIN_FLAGS.values()} == {None, 2, 3, 4, 6}
+    assert all(flag.default in (False, 0, None) for flag in TRAIN_FLAGS.values() if flag.stage), "off by default"
