@@ -44,9 +44,9 @@ class Flag:
     default: object = False
     type: Callable | None = None  # text without one
     range: Range | None = None  # of the number, or of each of several
-    resume: str = KEPT
+    resume: str = KEPT  # what --resume does with it, see above
     stage: int | None = None  # the approval stage of the opt-in path that the flag opens
-    action: str | type | None = None
+    action: str | Callable | None = None
     choices: Sequence | None = None
     const: object = None
     metavar: str | None = None
@@ -78,7 +78,7 @@ class Flag:
             parser.add_argument(f"--no-{self.name[2:]}", dest=self.dest, action="store_false", **quiet)
 
 
-def _table(rows):
+def _table(rows: Sequence[Flag | str]) -> dict[str, Flag]:
     """{dest: Flag} of Flags, each behind the title of its group."""
     flags, group = {}, ""
     for row in rows:

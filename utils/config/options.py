@@ -115,10 +115,14 @@ def warn_about_idle_options(opt: argparse.Namespace) -> None:
 
 
 def save_options(opt: argparse.Namespace, path: str | Path) -> None:
-    """Write the options as opt.yaml: plain values, sorted as they were parsed."""
-    values = {key: str(value) if isinstance(value, Path) else value for key, value in vars(opt).items()}
+    """Write the options as opt.yaml, sorted as they were parsed."""
     with atomic_write(path, "w") as file:
-        yaml.safe_dump(values, file, sort_keys=False)
+        yaml.safe_dump(plain_values(opt), file, sort_keys=False)
+
+
+def plain_values(opt: argparse.Namespace) -> dict:
+    """The options as opt.yaml and checkpoints hold them: paths as text."""
+    return {key: str(value) if isinstance(value, Path) else value for key, value in vars(opt).items()}
 
 
 def load_options(path: str | Path) -> argparse.Namespace:

@@ -6,11 +6,11 @@ were in force. Everything is a tensor, a number or text, so that the restricted 
 """
 
 import logging
-from pathlib import Path
 
 import numpy as np
 
 from utils.config.flags import TRAIN_FLAGS
+from utils.config.options import plain_values
 from utils.system import random_state
 from utils.system.distributed import unwrap
 
@@ -32,7 +32,7 @@ def checkpoint(training, epoch, progress, results_text, opt):
         "best_epoch": progress.best_epoch,
         "tested_epoch": progress.tested_epoch,
         "random_states": [random_state.capture(), *progress.random_states[1:]],
-        "options": {name: _plain(value) for name, value in vars(opt).items()},
+        "options": plain_values(opt),
         "hyp": dict(training.hyp),
     }
     return content
@@ -40,10 +40,6 @@ def checkpoint(training, epoch, progress, results_text, opt):
 
 def _copied(model):
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def _plain(value):
-    return str(value) if isinstance(value, Path) else value
 
 
 def of(stored):
