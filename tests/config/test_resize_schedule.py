@@ -19,7 +19,7 @@ def test_sizes_may_fall_and_are_rounded():
 
 
 def test_without_a_schedule():
-    sizes = resize_schedule.of_run(SimpleNamespace(resize_schedule="", img_size=[320, 640]))
+    sizes = resize_schedule.from_options(SimpleNamespace(resize_schedule="", img_size=[320, 640]))
     assert sizes.at(0) == sizes.at(99) == sizes.final == 320
 
 

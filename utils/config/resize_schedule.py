@@ -6,45 +6,45 @@ pixels is always the business of the same output; they are checked against the l
 from the beginning, so that all epochs compare.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 EXAMPLE = '"0:320,20:480,40:640" (first epoch : pixels)'
 
 
-class Stage(NamedTuple):
+class ResizeStage(NamedTuple):
     """From epoch `start` on images of `size` pixels are trained."""
 
     start: int
     size: int
 
 
-class Sizes:
+class ResizeSchedule(NamedTuple):
     """The training size in pixels of every epoch."""
 
-    def __init__(self, stages):
-        self.stages = tuple(stages)
+    stages: tuple
 
-    def at(self, epoch):
+    def at(self, epoch: int) -> int:
         return next(stage.size for stage in reversed(self.stages) if stage.start <= epoch)
 
     @property
-    def final(self):
+    def final(self) -> int:
         return self.stages[-1].size
 
-    def rounded(self, round_up):
+    def rounded(self, round_up: Callable[[int], int]) -> "ResizeSchedule":
         """The same stages, their sizes through `round_up(size)`."""
-        return Sizes(Stage(stage.start, round_up(stage.size)) for stage in self.stages)
+        return ResizeSchedule(tuple(ResizeStage(stage.start, round_up(stage.size)) for stage in self.stages))
 
 
-def constant(size):
-    """The Sizes of a run without a schedule."""
-    return Sizes([Stage(0, size)])
+def from_options(opt) -> ResizeSchedule:
+    """The schedule of a run with these options; without --resize-schedule it has one stage."""
+    return parse(opt.resize_schedule) if opt.resize_schedule else ResizeSchedule((ResizeStage(0, opt.img_size[0]),))
 
 
-def parse(text):
-    """The Sizes that --resize-schedule describes. Raises ValueError for anything else than stages in rising order."""
+def parse(text: str) -> ResizeSchedule:
+    """What --resize-schedule describes. Raises ValueError for anything else than stages in rising order."""
     try:
-        stages = [Stage(*map(int, part.split(":"))) for part in text.split(",")]
+        stages = [ResizeStage(*map(int, part.split(":"))) for part in text.split(",")]
     except (TypeError, ValueError) as error:
         raise ValueError(f"--resize-schedule {text!r} is not understood; write it like {EXAMPLE}") from error
     starts = [stage.start for stage in stages]
@@ -52,9 +52,4 @@ def parse(text):
         raise ValueError(f"--resize-schedule {text!r}: its epochs have to begin with 0 and to rise, as in {EXAMPLE}")
     if min(stage.size for stage in stages) < 1:
         raise ValueError(f"--resize-schedule {text!r}: a size has to be at least 1 pixel")
-    return Sizes(stages)
-
-
-def of_run(opt):
-    """The Sizes of a run with these options."""
-    return parse(opt.resize_schedule) if opt.resize_schedule else constant(opt.img_size[0])
+    return ResizeSchedule(tuple(stages))

@@ -105,7 +105,7 @@ def memory_of(trial, limit, batch_size):
 
 def largest_side(opt):
     """The longest side in pixels of the images that a run with these options trains on."""
-    side = max(stage.size for stage in resize_schedule.of_run(opt).stages)
+    side = max(stage.size for stage in resize_schedule.from_options(opt).stages)
     return -(-int(side * (1.5 if opt.multi_scale else 1)) // STRIDE) * STRIDE
 
 

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from utils.config import resize_schedule
 from utils.config.options import round_up
-from utils.config.resize_schedule import Sizes
+from utils.config.resize_schedule import ResizeSchedule
 from utils.data import subset
 from utils.data.image_cache import check_memory_for, give_back_memory
 from utils.data.scan import check_has_boxes, check_labels
@@ -28,7 +28,7 @@ class Loaders:
     dataset: LoadImagesAndLabels
     image_size: int
     val: DataLoader | None
-    sizes: Sizes
+    sizes: ResizeSchedule
     open_training: Callable  # (image size, first epoch) -> train, dataset
 
     def __post_init__(self):
@@ -56,7 +56,7 @@ def open_loaders(opt, hyp, data, stride, ranks, first_epoch, device=None):
 
     `stride` in pixels: all image sizes become multiples of it. `device`: where the steps are made.
     """
-    sizes = resize_schedule.of_run(opt).rounded(partial(round_up, stride=stride))
+    sizes = resize_schedule.from_options(opt).rounded(partial(round_up, stride=stride))
     image_size, test_size = sizes.at(first_epoch), round_up(opt.img_size[1], stride)
     open_training = partial(open_train_loader, opt, hyp, data, stride, ranks, device)
     train_loader, dataset = open_training(image_size, first_epoch)
