@@ -13,6 +13,7 @@ An entry is looked for in this order, and the first place that exists is taken:
 import logging
 import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +40,7 @@ class DataConfig:
     raw: dict  # the file as it was read
 
 
-def load_data_yaml(path, single_cls=False, needed=("train", "val")):
+def load_data_yaml(path: str | Path, single_cls: bool = False, needed: Sequence = ("train", "val")) -> DataConfig:
     """Read the data yaml at `path`; `single_cls` merges all classes into one.
 
     The entries named in `needed` must exist; the others are resolved if they do. Raises ValueError, naming the file,
@@ -58,7 +59,7 @@ def load_data_yaml(path, single_cls=False, needed=("train", "val")):
     )
 
 
-def read_yaml(path):
+def read_yaml(path: str | Path) -> dict:
     """The mapping in a yaml file; ValueError with file and line if it is not one."""
     try:
         text = read_text(path)

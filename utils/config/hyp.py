@@ -109,7 +109,7 @@ def save_hyp(hyp: dict, path: str | Path) -> None:
     Path(path).write_text(yaml.safe_dump(hyp, sort_keys=False), encoding="utf-8")
 
 
-def scale_hyp(hyp, num_layers, num_classes, image_size, label_smoothing=0.0):
+def scale_hyp(hyp: dict, num_layers: int, num_classes: int, image_size: int, label_smoothing: float = 0.0) -> dict:
     """A new dict with the gains that the losses use: balanced for the layers, classes and image size of this run.
 
     `image_size` is the training size in pixels (one number). The reference point is 3 layers, 80 classes, 640 px.

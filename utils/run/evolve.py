@@ -2,6 +2,7 @@
 
 import logging
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ logger = logging.getLogger(__name__)
 NUM_RESULTS = 7  # P, R, mAP@.5, mAP@.5:.95, val box, val obj, val cls
 
 
-def evolve(train, hyp, save_dir, generations):
+def evolve(train: Callable, hyp: dict, save_dir: str | Path, generations: int) -> dict:
     """Run `generations` trainings; `train(hyp) -> 7 results`. Returns the best hyper-parameters found.
 
     Writes into save_dir: evolve.txt (one row a generation, best first: 7 results, then the searched values in the order

@@ -17,6 +17,7 @@ from utils.config.options import (
 )
 from utils.engine import early_stopping, resume
 from utils.engine.checkpoint import full_state_path, read_checkpoint
+from utils.system.distributed import Ranks
 from utils.system.files import check_can_be_made, check_file, increment_path, remove_leftovers
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ class NothingToDo(Exception):
     """The run that was asked for is complete; the message says so."""
 
 
-def prepare_train_options(opt, ranks):
+def prepare_train_options(opt: Namespace, ranks: Ranks) -> Namespace:
     """Complete the options of a new or resumed run: files found, batch divided among processes. Nothing is written yet.
 
     Adds world_size, global_rank and total_batch_size, and save_dir, which stays empty until `open_run_folder`;
@@ -55,7 +56,7 @@ def prepare_train_options(opt, ranks):
     return opt
 
 
-def open_run_folder(opt, ranks):
+def open_run_folder(opt: Namespace, ranks: Ranks) -> None:
     """Choose and make the folder of a new run, in the main process; call it when all input has been found good.
 
     Called again, it changes nothing. A resumed run notes what has changed of its options in opt.yaml, so that a further
@@ -72,7 +73,7 @@ def open_run_folder(opt, ranks):
         remove_leftovers(folder)
 
 
-def resumed_options(opt):
+def resumed_options(opt: Namespace) -> Namespace:
     """Options of the run that `opt.resume` names (True: the newest one), which continues in the folder it is in now."""
     last = Path(os.path.abspath(opt.resume if isinstance(opt.resume, str) else newest_checkpoint()))
     run = last.parent.parent
@@ -114,7 +115,7 @@ def _refuse_finished(checkpoint, opt, run):
     raise NothingToDo(f"{run} has finished its {opt.epochs} epochs; --resume with a larger --epochs goes on")
 
 
-def newest_checkpoint():
+def newest_checkpoint() -> Path:
     """The last*.pt below the working directory that was written last; ValueError when there is none."""
     found = [path for path in Path().glob("**/last*.pt") if path.is_file()]
     if not found:
