@@ -65,7 +65,7 @@ def build(case, kind, path, device, precision):
     scheduler = LambdaLR(optimizer, optim.lr_factor(300, hyp["lrf"]))
     training = Training(model, hyp, batch, optimizer, scheduler, ModelEMA(model), precision)
     steps = {"reference": lambda t: t, "fast-step": FastSteps, "cuda-graph": GraphSteps}[path](training)
-    classes = None if path == "reference" else batched.CLASSES
+    classes = criterion.REFERENCE if path == "reference" else batched.CLASSES
     compute_loss, _ = criterion.build_losses(model, classes=classes, use_ota=kind == "ota")
     training.start(model, compute_loss, 1.0, 0, 1000)
     steps.begin_epoch()

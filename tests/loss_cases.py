@@ -8,7 +8,9 @@ import numpy as np
 import torch
 
 from tests.parity import GOLDEN
+from utils.loss import batched_assigner
 from utils.loss.assigner import Matches
+from utils.loss.candidates import find_candidates
 
 FOLDER = GOLDEN / "train"
 NAMES = [path.stem.removeprefix("loss_") for path in sorted(FOLDER.glob("loss_*.npz"))]
@@ -90,6 +92,37 @@ def matches_of(golden_rows, anchors):
     for layer in range(len(anchors)):
         image, anchor, y, x, target = golden[golden[:, 0] == layer, 1:].unbind(1)
         layers.append((image, anchor, y, x, target, anchors[layer][anchor]))
+    return Matches.of_layers(layers)
+
+
+# --- the batched assignment as Matches, in the order of the reference's -----------------------------------------------
+
+
+def candidates_of(inputs, reach=0.5):
+    """The CandidateSet for the arguments of an assigner, on the device of its predictions."""
+    predictions, targets, anchors, strides, size = inputs
+    shapes = [prediction.shape for prediction in predictions]
+    return find_candidates(targets.cpu(), shapes, anchors.cpu(), strides, size, reach=reach).to(targets.device)
+
+
+def batched_ota(inputs, reach=0.5, num_ious=10):
+    """As `assigner.ota`, by the batched assigner."""
+    candidates = candidates_of(inputs, reach)
+    rows = batched_assigner.gather_rows(candidates.tensors.cell_index, candidates.sizes.cells, inputs[0])
+    return as_matches(candidates, batched_assigner.assign(rows.detach(), candidates, num_ious), inputs)
+
+
+def as_matches(candidates, assigned, inputs):
+    """The Matches of the candidates that are `assigned` [m] to a target, -1 for none."""
+    _, targets, anchors, *_ = inputs
+    tensors, layers, start = candidates.tensors, [], 0
+    by_image = torch.from_numpy(np.argsort(targets[:, 0].cpu().numpy(), kind="stable")).to(assigned.device)
+    for layer, (shape, size) in enumerate(zip(candidates.shapes, candidates.sizes.cells, strict=True)):
+        won = ((assigned >= 0) & (tensors.layer_of_candidate == layer)).nonzero()[:, 0]
+        index = tensors.cell_index[start : start + size][tensors.cell_of_candidate[won] - start]
+        start += size
+        image, anchor, y, x = torch.unravel_index(index, shape[:4])
+        layers.append((image, anchor, y, x, by_image[assigned[won]], anchors[layer][anchor]))
     return Matches.of_layers(layers)
 
 

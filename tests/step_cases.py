@@ -45,7 +45,7 @@ def new_training(device="cpu", precision=None, total_batch=16, num_warmup=12, ad
     optimizer = build_optimizer(model, 0.01, HYP["momentum"], 0.0005, adam)
     training = Training(model, HYP, total_batch, optimizer, LambdaLR(optimizer, lr_factor(10, 0.1)), ModelEMA(model),
                         precision)  # fmt: skip
-    classes = loss_batched.CLASSES if batched else None
+    classes = loss_batched.CLASSES if batched else criterion.REFERENCE
     compute_loss, _ = criterion.build_losses(model, classes=classes, use_ota=use_ota)
     training.start(model, compute_loss, 1.0, 0, num_warmup)
     return training

@@ -65,14 +65,12 @@ class StoredBatches(list):
         return iter(next(self.epochs))
 
 
-def match_by_topk(cost, num_wanted):
-    """utils.loss.assigner.match with stock's choice among equal costs on a CPU: whatever topk returns for the row."""
-    taken = torch.zeros(cost.shape, dtype=torch.bool)
-    for row, k, costs in zip(taken, num_wanted.tolist(), cost, strict=True):
-        row[costs.topk(k, largest=False).indices] = True
-    owner = torch.where(taken.sum(0) > 1, cost.argmin(0), taken.int().argmax(0))
-    candidate = taken.any(0).nonzero()[:, 0]
-    return candidate, owner[candidate]
+def select_by_topk(cost, k):
+    """`assigner.select_cheapest` with stock's choice among equal costs on a CPU: whatever topk returns for the row."""
+    selected = torch.zeros(cost.shape, dtype=torch.bool)
+    for row, number, costs in zip(selected, k.tolist(), cost, strict=True):
+        row[costs.topk(number, largest=False).indices] = True
+    return selected
 
 
 def replay(trace, folder, seeded):
@@ -130,7 +128,7 @@ def run(opt, seeded):
     original_build, original_finish, original_open = train.build_model, train.finish_epoch, train.open_loaders
     with (
         mock.patch.object(train, "open_loaders", open_loaders),
-        mock.patch.object(assigner, "match", match_by_topk),
+        mock.patch.object(assigner, "select_cheapest", select_by_topk),
         mock.patch.object(train, "Training", RecordedTraining),
         mock.patch.object(train, "build_model", build_model),
         mock.patch.object(train, "finish_epoch", finish_epoch),

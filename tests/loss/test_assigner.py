@@ -127,8 +127,8 @@ def test_similar_shapes_excludes_the_threshold_itself():
 
 def test_dynamic_k_by_hand():
     iou = torch.tensor([[0.9, 0.9, 0.5, 0.0], [0.1, 0.0, 0.0, 0.2], [1.0, 1.0, 1.0, 1.0]])
-    assert assigner.dynamic_k(iou).tolist() == [2, 1, 4]
-    assert assigner.dynamic_k(iou, num_ious=2).tolist() == [1, 1, 2]
+    assert assigner.dynamic_k(assigner.best_ious(iou, num_ious=10)).tolist() == [2, 1, 4]
+    assert assigner.dynamic_k(assigner.best_ious(iou, num_ious=2)).tolist() == [1, 1, 2]
 
 
 def test_joint_class_logits_are_those_of_the_geometric_mean():
@@ -147,38 +147,61 @@ def test_saturated_logits_have_finite_costs(logit):
 
 def test_cost_of_an_undecided_perfect_box():
     background, logits = assigner.joint_class_logits(torch.zeros(2, 3), torch.zeros(2, 1))  # every score is 1/2
-    cells = assigner.Cells(torch.tensor([[0.0, 0.0, 4.0, 4.0], [0.0, 0.0, 2.0, 4.0]]), background, logits)
-    iou, cost = assigner.matching_cost(torch.tensor([[0.0, 0.0, 4.0, 4.0]]), torch.tensor([1]), cells)
+    boxes = assigner.with_area(torch.tensor([[0.0, 0.0, 4.0, 4.0], [0.0, 0.0, 2.0, 4.0]]))
+    true = assigner.with_area(torch.tensor([[0.0, 0.0, 4.0, 4.0]]))
+    assert boxes[:, 4].tolist() == [16, 8]
+    iou, cost = assigner.matching_cost(true[:, None], boxes, background, logits.T[torch.tensor([1])])
     assert iou.tolist() == [[1.0, 0.5]]
     expected = torch.tensor([[3 * math.log(2), 3 * math.log(2) + 3 * math.log(2)]])  # classes, then 3 (-log IoU)
     torch.testing.assert_close(cost, expected)
 
 
+def test_a_pair_in_a_list_costs_what_it_costs_in_a_matrix():
+    """To the last bit: the batched assigner hands over lists, and ties have to be the same ties."""
+    generator = torch.manual_seed(0)
+    corners = torch.rand(50, 4, generator=generator)
+    boxes = assigner.with_area(torch.cat((corners[:, :2], corners[:, :2] + corners[:, 2:]), 1))
+    background, logit = torch.rand(50, generator=generator), torch.randn(20, 50, generator=generator)
+    matrices = assigner.matching_cost(boxes[:20, None], boxes, background, logit)
+    target, cell = torch.arange(20).repeat_interleave(50), torch.arange(50).repeat(20)
+    lists = assigner.matching_cost(boxes[target], boxes[cell], background[cell], logit.flatten())
+    for matrix, values in zip(matrices, lists, strict=True):
+        assert torch.equal(matrix.flatten(), values)
+    assert matrices[0].diagonal().tolist() == [1.0] * 20
+
+
+def test_boxes_without_area_do_not_overlap():
+    point = assigner.with_area(torch.tensor([[1.0, 1.0, 1.0, 1.0]]))
+    iou, cost = assigner.matching_cost(point[:, None], point, torch.zeros(1), torch.zeros(1, 1))
+    assert iou.tolist() == [[0.0]] and torch.isfinite(cost).all()
+
+
 def test_ties_go_to_the_lowest_candidate():
-    candidate, target = assigner.match(torch.tensor([[5.0, 1.0, 1.0, 1.0]]), torch.tensor([2]))
-    assert (candidate.tolist(), target.tolist()) == ([1, 2], [0, 0])
+    selected = assigner.select_cheapest(torch.tensor([[5.0, 1.0, 1.0, 1.0]]), torch.tensor([2]))
+    assert selected.tolist() == [[False, True, True, False]]
 
 
 def test_a_long_row_of_ties_goes_to_the_lowest_candidates():
-    candidate, _ = assigner.match(torch.zeros(1, 5000), torch.tensor([7]))
-    assert candidate.tolist() == list(range(7))
+    selected = assigner.select_cheapest(torch.zeros(1, 5000), torch.tensor([7]))
+    assert selected[0].nonzero()[:, 0].tolist() == list(range(7))
+
+
+def assigned(cost, k):
+    cost = torch.tensor(cost)
+    selected = assigner.select_cheapest(cost, torch.tensor(k))
+    return assigner.resolve_conflicts(selected.sum(0), selected.int().argmax(0), cost.argmin(0)).tolist()
 
 
 def test_a_contested_candidate_goes_where_it_is_cheapest():
-    cost = torch.tensor([[2.0, 3.0, 9.0], [1.0, 9.0, 9.0]])
-    candidate, target = assigner.match(cost, torch.tensor([2, 1]))
-    assert (candidate.tolist(), target.tolist()) == ([0, 1], [1, 0])  # the loser gets no replacement
+    assert assigned([[2.0, 3.0, 9.0], [1.0, 9.0, 9.0]], [2, 1]) == [1, 0, -1]  # the loser gets no replacement
 
 
-def test_a_contested_candidate_may_go_to_a_target_that_had_not_taken_it():
-    cost = torch.tensor([[1.0, 9.0], [2.0, 9.0], [0.5, 0.1]])
-    candidate, target = assigner.match(cost, torch.tensor([1, 1, 1]))
-    assert (candidate.tolist(), target.tolist()) == ([0, 1], [2, 2])
+def test_a_contested_candidate_may_go_to_a_target_that_had_not_selected_it():
+    assert assigned([[1.0, 9.0], [2.0, 9.0], [0.5, 0.1]], [1, 1, 1]) == [2, 2]
 
 
 def test_a_contest_between_equals_goes_to_the_first_target():
-    candidate, target = assigner.match(torch.ones(3, 2), torch.tensor([1, 1, 1]))
-    assert (candidate.tolist(), target.tolist()) == ([0], [0])
+    assert assigned([[1.0, 1.0]] * 3, [1, 1, 1]) == [0, -1]
 
 
 # --- whole assignments -----------------------------------------------------------------------------------------------
@@ -201,6 +224,11 @@ def test_the_cell_that_predicts_a_box_exactly_gets_it():
     found = assigner.ota(predictions, targets, ANCHORS, STRIDES, (64, 64))
     assert rows(found)[0].tolist() == [0, 0, 0, 3, 2, 0]
     assert found.anchor_size[0][0].tolist() == [2.0, 2.0]
+
+
+def test_ota_without_the_size_of_the_images_is_refused():
+    with pytest.raises(ValueError, match="hand it the images"):
+        assigner.ota(random_predictions(64, 64), torch.zeros(0, 6), ANCHORS, STRIDES, None)
 
 
 @pytest.mark.parametrize("matcher", [assigner.plain, assigner.ota])

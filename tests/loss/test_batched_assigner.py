@@ -4,49 +4,41 @@ import pytest
 import torch
 
 from tests import loss_cases
-from tests.loss_cases import AUXILIARY, KINDS, NAMES, ORDINARY, Case, random_case, rows
+from tests.loss_cases import (
+    AUXILIARY,
+    KINDS,
+    NAMES,
+    ORDINARY,
+    Case,
+    as_matches,
+    batched_ota,
+    candidates_of,
+    random_case,
+    rows,
+)
 from tests.parity import check
-from utils.loss import assign_by_image, assigner, batched_assigner
+from utils.loss import assigner, batched_assigner
 from utils.loss.batched import BatchedLossOTA
-from utils.loss.candidates import prepare
 
 GROUP = "train: assignments, batched"
 FINE, COARSE = {"reach": 0.5, "num_ious": 10}, {"reach": 1.0, "num_ious": 20}
 
 
-def plan_of(case, padded, reach=0.5):
-    predictions, targets, anchors, strides, size = case.matching_inputs()
-    shapes = [prediction.shape for prediction in predictions]
-    return prepare(targets.cpu(), shapes, anchors.cpu(), strides, size, reach=reach, padded=padded)
+def assigned_in_chunks(case, candidates, num_ious, most):
+    """What `batched_assigner.assign` says of a batch with more pairs than fit at once."""
+    tensors, predictions = candidates.tensors, [p.detach() for p in case.predictions[: case.num_layers]]
+    rows_of_cells = batched_assigner.gather_rows(tensors.cell_index, candidates.sizes.cells, predictions)
+    cells = batched_assigner.decode(rows_of_cells.float(), tensors)
+    return batched_assigner._assign_chunks(cells, tensors, batched_assigner._chunks(candidates, most), num_ious)
 
 
-def rows_of(case, plan):
-    """What the distinct cells of `plan` predict."""
-    cells = plan.layout.cell_index.split(plan.sizes.cells)
-    pairs = zip(case.predictions[: case.num_layers], cells, strict=True)
-    return torch.cat([grid.detach().reshape(-1, grid.shape[-1])[index] for grid, index in pairs])
-
-
-def owners_by_all_ways(case, plan, num_ious):
-    layout = plan.layout
-    cells = batched_assigner.decode(rows_of(case, plan).float(), layout)
-    whole = [batched_assigner.Piece(0, plan.sizes.targets, 0, plan.sizes.pairs)]
-    pieces = batched_assigner._pieces(plan, 700)
-    yield batched_assigner._owners_flat(cells, layout, whole, num_ious)
-    if pieces:
-        yield batched_assigner._owners_flat(cells, layout, pieces, num_ious)
-    if case.images.device.type == "cpu":
-        yield assign_by_image.owners(cells, layout, plan.blocks(), num_ious)
-
-
-def assert_all_ways_agree(case, options):
+def assert_equal_to_reference(case, options):
     inputs = case.matching_inputs()
     expected = rows(assigner.ota(*inputs, **options))
-    assert rows(batched_assigner.ota(*inputs, **options)).tolist() == expected.tolist()
-    plan = plan_of(case, padded=True, reach=options["reach"]).to(case.images.device)
-    for owner in owners_by_all_ways(case, plan, options["num_ious"]):
-        assert rows(batched_assigner.matches(plan, owner, inputs[2])).tolist() == expected.tolist()
-    assert rows(batched_assigner.plain(*inputs)).tolist() == rows(assigner.plain(*inputs)).tolist()
+    assert rows(batched_ota(inputs, **options)).tolist() == expected.tolist()
+    candidates = candidates_of(inputs, options["reach"])
+    assigned = assigned_in_chunks(case, candidates, options["num_ious"], 700)
+    assert rows(as_matches(candidates, assigned, inputs)).tolist() == expected.tolist()
 
 
 # --- the golden assignments ------------------------------------------------------------------------------------------
@@ -56,17 +48,13 @@ def check_golden(name, device):
     case = loss_cases.load(name, device)
     if name in AUXILIARY:
         for kind, reach in (("lead", 0.5), ("coarse", 1.0)):
-            found = batched_assigner.ota(*case.matching_inputs(), reach=reach, num_ious=20)
+            found = batched_ota(case.matching_inputs(), reach=reach, num_ious=20)
             check(GROUP, f"{name} {kind}", rows(found), case.arrays[f"aux_{kind}_stable_asg"])
     else:
-        check(
-            GROUP,
-            name,
-            rows(batched_assigner.ota(*case.matching_inputs())),
-            loss_cases.stable_arrays(name, case.arrays)[0],
-        )
+        golden = loss_cases.stable_arrays(name, case.arrays)[0]
+        check(GROUP, name, rows(batched_ota(case.matching_inputs())), golden)
     for options in (FINE, COARSE):
-        assert_all_ways_agree(case, options)
+        assert_equal_to_reference(case, options)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -90,7 +78,7 @@ def test_golden_on_cuda():
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_batches(kind):
     for seed in range({"large": 4, "crowded": 8}.get(kind, 30)):
-        assert_all_ways_agree(random_case(seed, kind), FINE if seed % 2 else COARSE)
+        assert_equal_to_reference(random_case(seed, kind), FINE if seed % 2 else COARSE)
 
 
 @pytest.mark.gpu
@@ -99,12 +87,12 @@ def test_random_batches_on_cuda(kind):
     for seed in range(20):
         case = random_case(seed, kind, "cuda")
         options = FINE if seed % 2 else COARSE
-        assert_all_ways_agree(case, options)
+        assert_equal_to_reference(case, options)
         with torch.autocast("cuda", torch.float16):
-            assert_all_ways_agree(case, options)
+            assert_equal_to_reference(case, options)
         half = [prediction.detach().half() for prediction in case.predictions]
         inputs = half, *case.matching_inputs()[1:]
-        assert rows(batched_assigner.ota(*inputs)).tolist() == rows(assigner.ota(*inputs)).tolist()
+        assert rows(batched_ota(inputs)).tolist() == rows(assigner.ota(*inputs)).tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -112,32 +100,32 @@ def test_low_precision_predictions(dtype):
     for seed in range(10):
         case = random_case(seed, "ordinary")
         case.predictions = [prediction.detach().to(dtype) for prediction in case.predictions]
-        assert_all_ways_agree(case, FINE)
+        assert_equal_to_reference(case, FINE)
 
 
-# --- padding, order, memory ------------------------------------------------------------------------------------------
+# --- padding, chunks, memory ------------------------------------------------------------------------------------------
 
 
-def test_padding_owns_nothing():
+def test_padding_is_assigned_to_nothing():
     case = random_case(3, "ordinary")
-    exact, padded = plan_of(case, padded=False), plan_of(case, padded=True)
-    used = exact.sizes.candidates
-    assert padded.sizes.candidates > used
-    for owner in owners_by_all_ways(case, padded, 10):
-        for expected in owners_by_all_ways(case, exact, 10):
-            assert owner[:used].tolist() == expected.tolist()
-        assert (owner[used:] == -1).all()
+    candidates = candidates_of(case.matching_inputs())
+    used = int((candidates.tensors.target_of_candidate >= 0).sum())
+    assert candidates.sizes.candidates > used
+    for most in (10**9, 700):
+        assigned = assigned_in_chunks(case, candidates, 10, most)
+        assert (assigned[:used] >= 0).any() and (assigned[used:] == -1).all()
+        assert assigned.max() < len(case.targets)
 
 
-def test_pieces_cover_all_pairs():
-    plan = plan_of(random_case(3, "crowded"), padded=True)
-    num_targets, num_candidates = plan.per_image
+def test_chunks_cover_all_pairs():
+    case = random_case(3, "crowded")
+    candidates = candidates_of(case.matching_inputs())
     for most in (1, 500, 10**9):
-        pieces = batched_assigner._pieces(plan, most)
-        assert sum(piece.num_pairs for piece in pieces) == num_targets @ num_candidates
-        assert [piece.first_target for piece in pieces[1:]] == [piece.last_target for piece in pieces[:-1]]
-        assert pieces[0].first_target == 0 and pieces[-1].last_target == num_targets.sum()
-        assert all(piece.num_pairs <= most or piece.last_target - piece.first_target == 1 for piece in pieces)
+        chunks = batched_assigner._chunks(candidates, most)
+        assert sum(chunk.num_pairs for chunk in chunks) == candidates.pairs_of_target.sum()
+        assert [chunk.first_target for chunk in chunks[1:]] == [chunk.last_target for chunk in chunks[:-1]]
+        assert chunks[0].first_target == 0 and chunks[-1].last_target == len(case.targets)
+        assert all(chunk.num_pairs <= most or chunk.last_target - chunk.first_target == 1 for chunk in chunks)
 
 
 def test_sortable_integers_have_the_order_of_the_numbers():
@@ -147,11 +135,11 @@ def test_sortable_integers_have_the_order_of_the_numbers():
     assert ranks[3] == 0
 
 
-def test_a_crowded_batch_is_told_once(caplog, monkeypatch):
-    monkeypatch.setattr(batched_assigner, "_told", set())
+def test_a_crowded_batch_is_one_warning(caplog, monkeypatch):
+    monkeypatch.setattr(batched_assigner, "_warned", set())
     with caplog.at_level(logging.WARNING):
-        batched_assigner._tell_once(20_000_000)
-        batched_assigner._tell_once(30_000_000)
+        batched_assigner._warn_once(20_000_000)
+        batched_assigner._warn_once(30_000_000)
     (record,) = caplog.records
     assert "20000000 pairs" in record.getMessage()
 
@@ -176,7 +164,7 @@ def test_a_crowded_image_needs_less_than_a_gigabyte():
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    found = batched_assigner.ota(*case.matching_inputs())
+    found = batched_ota(case.matching_inputs())
     total, _ = BatchedLossOTA(case.model)(case.predictions, case.targets, case.images)
     total.backward()
     assert torch.cuda.max_memory_allocated() - before < 1e9

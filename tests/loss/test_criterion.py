@@ -329,6 +329,5 @@ def test_the_assigner_is_handed_in():
         asked.append((arguments[4], options))
         return assign.ota(*arguments, **options)
 
-    train_loss, _ = build_losses(model, assign=assigner)
-    train_loss(predictions, torch.tensor(BOX_IN_MID_CELL), torch.zeros(1, 3, 64, 64))
+    ComputeLossOTA(model, assign=assigner)(predictions, torch.tensor(BOX_IN_MID_CELL), torch.zeros(1, 3, 64, 64))
     assert asked == [((64, 64), {"anchor_threshold": 4.0})]

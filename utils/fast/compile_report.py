@@ -4,7 +4,6 @@ import torch
 
 from utils.config.hyp import scale_hyp
 from utils.loss import batched
-from utils.loss.multi_head import BatchedHeadsLoss
 
 NUM_IMAGES = 2  # the graphs do not depend on it, and BatchNorm wants more than one value
 BOXES = ((0.3, 0.4, 0.2, 0.3), (0.6, 0.5, 0.4, 0.5))  # x, y, w, h, normalised
@@ -26,8 +25,8 @@ def explain(model, hyp, nc, image_size):
         levels = predictions if torch.is_tensor(predictions[0]) else predictions[0]  # of the first of several heads
         subjects = [(f"model, images {list(images.shape)}", model, (images,))]
         for name, loss in losses_of(model):
-            plans = loss.prepare(torch.tensor(rows), [p.shape for p in levels[: loss.head.nl]], images.shape[2:])
-            arguments = predictions, [plan.to(parameter.device) for plan in plans]
+            sets = loss.prepare(torch.tensor(rows), [p.shape for p in levels[: loss.head.nl]], images.shape[2:])
+            arguments = predictions, [candidates.to(parameter.device) for candidates in sets]
             subjects.append((name, loss.compute, arguments))
         return report([(name, _explain(function, arguments)) for name, function, arguments in subjects])
 
@@ -42,7 +41,7 @@ def losses_of(model):
     classes, head = batched.CLASSES, model.model[-1]
     if hasattr(head, "num_heads"):
         kinds = classes.plain, classes.ota
-        return [(f"{kind.__name__}, {head.num_heads} heads", BatchedHeadsLoss(model, kind)) for kind in kinds]
+        return [(f"{kind.__name__}, {head.num_heads} heads", classes.heads(model, kind)) for kind in kinds]
     kinds = (classes.auxiliary,) if hasattr(head, "m2") else (classes.plain, classes.ota)
     return [(kind.__name__, kind(model)) for kind in kinds]
 

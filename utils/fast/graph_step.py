@@ -2,19 +2,18 @@
 
 A graph holds the work of `FastSteps.work`, from the bytes of the images to the moving average, for one image shape,
 with or without the optimiser step at the end of an accumulation. Whatever changes from step to step lies in tensors
-that are written before a replay: images, the loss's plan, learning rates, momentum and averaging weights. The loss
-scale never leaves the device.
+that are written before a replay: images, the loss's candidates, learning rates, momentum and averaging weights. The
+loss scale never leaves the device.
 
 The first steps of every shape are ordinary ones, so that cuDNN chooses its kernels and all state exists; capturing
 itself executes nothing. So neither disturbs the statistics of BatchNorm, the momentum or the average.
 
-A plan has fixed sizes. The graph has room for the largest seen so far and some more; a larger batch makes it be
-captured again, an exceptionally crowded one is trained without it.
+The graph has room for the candidates of the largest batch so far and some more (`PaddedSizes`); a larger batch makes it
+be captured again, an exceptionally crowded one is trained without it.
 """
 
 import logging
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -22,51 +21,27 @@ import torch
 from utils.fast.prefetcher import as_float
 from utils.fast.train_step import FastSteps
 from utils.loss import batched_assigner
-from utils.loss.graphed import Room, record
+from utils.ops.cuda_graph import MAX_KEYS, WARM_UP_CALLS, Captured, PaddedSizes, record
 
 logger = logging.getLogger(__name__)
 
-ORDINARY_STEPS = 3  # of a shape before its first capture
-MOST_SHAPES = 8  # further ones are trained without a graph
 
-
-@dataclass
-class Captured:
-    """A graph and the tensors that it reads and writes."""
-
-    graph: torch.cuda.CUDAGraph
-    images: torch.Tensor  # [B x 3 x H x W] as they were handed over
-    plans: list
-    items: torch.Tensor  # [4]
-
-    def fits(self, plans):
-        return all(mine.sizes == new.sizes for mine, new in zip(self.plans, plans, strict=True))
-
-    def run(self, images, plans):
-        """Queue the step on a batch; the items are valid until the next one."""
-        self.images.copy_(images, non_blocking=True)
-        for mine, new in zip(self.plans, plans, strict=True):
-            mine.copy_(new)
-        self.graph.replay()
-        return self.items
-
-
-class Shape:
-    """What is known of the batches of one image shape: how many there were, room for their plans, their graphs."""
+class ImageShape:
+    """What is known of the batches of one image shape: their number, the sizes of their candidates, their graphs."""
 
     def __init__(self):
-        self.num_steps, self.room, self.graphs = 0, Room(), {}
+        self.num_steps, self.padded, self.graphs = 0, PaddedSizes(), {}  # graphs: {is_update: Captured}
 
 
 class GraphSteps(FastSteps):
-    """FastSteps that replays a graph where it can. The loss has to be one of `loss_batched`.
+    """FastSteps that replays a graph where it can. The loss has to be one of `loss.batched`.
 
     Everything happens on a stream of its own, because the current one cannot be captured; others may go on as if it
     were the current stream.
     """
 
-    def __init__(self, training, interval=FastSteps.INTERVAL, twin=None):
-        super().__init__(training, interval, twin)
+    def __init__(self, training, *args, **kwargs):
+        super().__init__(training, *args, **kwargs)
         self.is_off = None if self.is_sgd else "the optimiser is not SGD"
         self.loss, self.shapes = None, {}
         self.counts = {"replayed": 0, "captured": 0, "ordinary": 0}
@@ -92,51 +67,55 @@ class GraphSteps(FastSteps):
 
     def _items(self, batch, is_update):
         key = tuple(batch.images.shape)
-        if self.is_off or (key not in self.shapes and len(self.shapes) >= MOST_SHAPES):
+        if self.is_off or (key not in self.shapes and len(self.shapes) >= MAX_KEYS):
             return self._ordinary(batch, is_update)
-        shape = self.shapes.setdefault(key, Shape())
+        shape = self.shapes.setdefault(key, ImageShape())
         shape.num_steps += 1
-        plans = self.loss.prepare(batch.targets, self._prediction_shapes(key), key[2:], at_least=shape.room.sizes)
-        if shape.num_steps <= ORDINARY_STEPS or shape.room.is_crowded(plans, batched_assigner.FLAT_PAIRS):
+        candidate_sets = self._prepare(batch, shape)
+        sizes = [candidates.sizes for candidates in candidate_sets]
+        if shape.num_steps <= WARM_UP_CALLS or shape.padded.is_crowded(sizes, batched_assigner.MAX_PAIRS):
             return self._ordinary(batch, is_update)
         captured = shape.graphs.get(is_update)
-        if captured is None or not captured.fits(plans):
-            captured, plans = self._capture_for(batch, plans, shape, is_update)
+        if captured is None or not shape.padded.fits(sizes):
+            captured, candidate_sets = self._capture_for(batch, sizes, shape, is_update)
             if captured is None:
                 return self._ordinary(batch, is_update)
         self.counts["replayed"] += 1
-        return captured.run(batch.images, plans)
+        return captured.replay(inputs(batch.images, candidate_sets))
 
     def _ordinary(self, batch, is_update):
         self.counts["ordinary"] += 1
         return super().items(batch, is_update)
 
-    def _capture_for(self, batch, plans, shape, is_update):
-        """(Captured, plans with its sizes) with room for `plans`; (None, plans) if that fails, and then for good."""
-        if not shape.room.fits(plans):
-            shape.room.grow(plans)
+    def _prepare(self, batch, shape):
+        """The CandidateSets of a batch, with the padded sizes of its image shape if they are large enough."""
+        head, (num_images, _, height, width) = self.loss.head, batch.images.shape
+        grids = [(num_images, head.na, height // s, width // s, head.no) for s in map(int, head.stride.tolist())]
+        return self.loss.prepare(batch.targets, grids, (height, width), at_least=shape.padded.sizes)
+
+    def _capture_for(self, batch, sizes, shape, is_update):
+        """(Captured, CandidateSets with its sizes) with room for `sizes`; (None, ...) if it fails, and then for good."""
+        if not shape.padded.fits(sizes):
+            shape.padded.grow(sizes)
             self.wait()
             shape.graphs.clear()  # they are too small for what may come
-        size = tuple(batch.images.shape)
-        plans = self.loss.prepare(batch.targets, self._prediction_shapes(size), size[2:], at_least=shape.room.sizes)
+        candidate_sets = self._prepare(batch, shape)
         try:
-            captured = self._capture(batch.images, plans, is_update)
+            shape.graphs[is_update] = captured = self._capture(batch.images, candidate_sets, is_update)
         except RuntimeError as error:
             self.is_off, self.shapes = str(error).splitlines()[0], {}
             logger.warning("--cuda-graph: the step cannot be captured (%s); the run goes on without", self.is_off)
-            return None, plans
-        shape.graphs[is_update] = captured
+            return None, candidate_sets
         self.counts["captured"] += 1
         logger.info("CUDA graph %d captured: images %s, %s optimiser step, room for %s", self.counts["captured"],
-                    list(size), "with" if is_update else "without", shape.room.sizes)  # fmt: skip
-        return captured, plans
+                    list(batch.images.shape), "with" if is_update else "without", shape.padded.sizes)  # fmt: skip
+        return captured, candidate_sets
 
-    def _capture(self, images, plans, is_update):
+    def _capture(self, images, candidate_sets, is_update):
         images = torch.empty_like(images)
-        plans = [plan.to(self.device) for plan in plans]
-        body = partial(self.work_on_bytes, images, partial(self.loss.compute, plans=plans), is_update)
-        graph, items = self.record(body)
-        return Captured(graph, images, plans, items)
+        static = [candidates.to(self.device) for candidates in candidate_sets]
+        body = partial(self.work_on_bytes, images, partial(self.loss.compute, candidate_sets=static), is_update)
+        return Captured(self.record, body, inputs(images, static))
 
     def work_on_bytes(self, images, compute_loss, is_update):
         return self.work(as_float(images), compute_loss, is_update)
@@ -145,11 +124,6 @@ class GraphSteps(FastSteps):
         """Capture `body`; returns the graph and what `body` returned, which each replay writes anew."""
         return record(body, self.pool, self.stream)
 
-    def _prediction_shapes(self, shape):
-        """Of the lead heads, for images of `shape`."""
-        head, (batch, _, height, width) = self.loss.head, shape
-        return [(batch, head.na, height // s, width // s, head.no) for s in map(int, head.stride.tolist())]
-
     def wait(self):
         """Until the device has done all work, so that no graph goes while it runs."""
         torch.cuda.synchronize(self.device)
@@ -157,6 +131,11 @@ class GraphSteps(FastSteps):
     def on_stream(self):
         """A context in which work goes to our stream, after what the current stream holds, which then waits for it."""
         return _detour(self.stream)
+
+
+def inputs(images, candidate_sets):
+    """What changes from replay to replay: the other numbers are in tensors that `FastSteps.step` writes itself."""
+    return [images, *(candidates.buffer for candidates in candidate_sets)]
 
 
 @contextmanager

@@ -16,8 +16,8 @@ from tqdm import tqdm
 
 from utils.fast import metrics
 from utils.fast import nms as nms_batched
-from utils.loss.batched import BatchedLoss
-from utils.loss.multi_head import has_several_heads, in_float32, level_shapes, route_losses
+from utils.loss.batched import BatchedHeadsLoss, BatchedLoss
+from utils.loss.multi_head import has_several_heads, in_float32, level_shapes
 from utils.metrics.detection import IOU_THRESHOLDS, Scores
 from utils.ops import nms
 from utils.ops.boxes import xywh2xyxy
@@ -44,7 +44,7 @@ class Truth:
     pad: torch.Tensor  # [images x 1 x 4] pixels that the letterbox added on the left and above
     gain: torch.Tensor  # [images x 1 x 1] by which it scaled
     limit: torch.Tensor  # [images x 1 x 4] width and height of the file
-    plans: tuple = ()  # of the loss
+    candidate_sets: tuple = ()  # of the loss
 
     def to_native(self, boxes_xyxy):
         """Boxes [images x k x 4] in pixels of the network input to pixels of the files, clipped to them."""
@@ -84,7 +84,7 @@ class FastValidation:
             predictions, maps = model(pixels)
             truth = self._truth(index, targets, shapes, pixels, maps)
             if self.loss:
-                losses += self.loss.compute(in_float32(maps), truth.plans)[1][:3]
+                losses += self.loss.compute(in_float32(maps), truth.candidate_sets)[1][:3]
             detections = detect(predictions, conf_thres, iou_thres)
             if single_cls:
                 detections.rows[..., 5] = 0
@@ -98,9 +98,8 @@ class FastValidation:
         if known is None or not torch.equal(known.targets, targets):
             known = make_truth(targets, shapes, tuple(pixels.shape[2:]), pixels.device)
             if self.loss:
-                padded = pixels.device.type != "cpu"
-                plans = self.loss.prepare(known.targets, level_shapes(maps), padded=padded)
-                known.plans = tuple(plan.to(pixels.device) for plan in plans)
+                candidate_sets = self.loss.prepare(known.targets, level_shapes(maps))
+                known.candidate_sets = tuple(candidates.to(pixels.device) for candidates in candidate_sets)
             self.truths[index] = known
         return known
 
@@ -125,11 +124,11 @@ def without_search():
 
 
 def _batched(compute_loss):
-    """The batched twin of a reference loss, as `loss.ComputeLoss`; None of None."""
+    """The batched form of a reference loss; None of None."""
     if compute_loss is None:
         return None
     model = SimpleNamespace(model=compute_loss.layers, hyp=compute_loss.hyp, gr=compute_loss.gr)
-    return route_losses(model, BatchedLoss) if has_several_heads(model) else BatchedLoss(model)
+    return BatchedHeadsLoss(model, BatchedLoss) if has_several_heads(model) else BatchedLoss(model)
 
 
 def make_truth(targets, shapes, network_shape, device):

@@ -1,236 +1,235 @@
-"""The losses of `loss` for a whole batch at once: equal values, few kernels, no waiting for a GPU.
+"""The losses of `criterion` for a whole batch at once: equal values, few kernels, no waiting for a GPU (--fast-loss).
 
     BatchedLoss        as ComputeLoss
     BatchedLossOTA     as ComputeLossOTA
     BatchedLossAuxOTA  as ComputeLossAuxOTA
+    BatchedHeadsLoss   as HeadsLoss
 
 They are called in the same way, best with `targets` on the host: what does not depend on predictions is worked out
 there (`prepare`) while the GPU is still busy with the model. The rest (`compute`) has fixed shapes: every candidate
-takes part in every sum, with weight 0 unless it is a match. So it may run inside a CUDA graph:
+takes part in every sum, with weight 0 unless it is assigned to a target. So it may run inside a CUDA graph:
 
-    plans = loss.prepare(targets, shapes, image_size)            # on the host
-    static = [plan.to(device) for plan in plans]                 # once for each size
+    sets = loss.prepare(targets, shapes, image_size)             # on the host
+    static = [candidates.to(device) for candidates in sets]      # once for each size
     loss, items = loss.compute(predictions, static)              # captured
-    for old, new in zip(static, plans): old.copy_(new)           # before each replay
+    for old, new in zip(static, sets): old.copy_(new)            # before each replay
 
-It is done in three parts: `see` reads from the predictions what matters, `learn` works out the loss and its slopes from
-that, `attach` hands the slopes to autograd, whose backward pass only writes them where they belong. Called in the
-ordinary way on a GPU, `learn` is replayed from a CUDA graph of its own (`loss_graph`).
+`compute` has three parts: `gather` reads from the predictions what matters, `loss_and_gradients` works out the loss and
+its gradients from that, `attach_gradients` hands these to autograd, whose backward pass only writes them where they
+belong. Called in the ordinary way on a GPU, `loss_and_gradients` is replayed from a CUDA graph of its own (`graphed`).
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from utils.loss import batched_assigner
-from utils.loss.batched_assigner import boxes_in_cells, gather_rows
-from utils.loss.candidates import prepare
+from utils.loss.assigner import NO_IMAGE_SIZE
+from utils.loss.batched_assigner import decode_boxes, gather_rows
+from utils.loss.candidates import CandidateSet, find_candidates
 from utils.loss.criterion import AUXILIARY_WEIGHT, ComputeLoss, LossClasses, smooth_labels
-from utils.loss.gradients import KnownSlopes, binary_loss, binary_loss_change, complete_iou
+from utils.loss.gradients import KnownGradients, binary_loss, binary_loss_change, complete_iou
 from utils.loss.graphed import LossGraphs
+from utils.loss.multi_head import HeadsLoss
 
 
-class Seen(NamedTuple):
-    """What the loss needs of the predictions of a branch of the head (the lead heads, or the auxiliary ones)."""
+class GatheredPredictions(NamedTuple):
+    """What the loss needs of the predictions of a branch of the head: the lead heads, or the auxiliary ones."""
 
-    rows: torch.Tensor  # [u x 5+nc] raw, of the distinct cells of a plan
-    objectness: torch.Tensor  # [cells of all layers] raw, float32
-    judged: torch.Tensor | None  # [u x 5+nc] what the lead heads predict there, if these are not those
-
-
-class Learnt(NamedTuple):
-    """Loss and slopes of a branch of the head."""
-
-    total: torch.Tensor  # [1]
-    items: torch.Tensor  # [4]
-    cells: torch.Tensor  # [u] position within all layers
-    rows: torch.Tensor  # [u x 5+nc] slopes in these cells
-    objectness: torch.Tensor  # [cells of all layers] slopes everywhere, in addition
+    rows: Tensor  # [u x 5+nc] raw, of the distinct cells of a CandidateSet
+    objectness: Tensor  # [cells of all layers] raw, float32
+    lead_rows: Tensor | None  # [u x 5+nc] what the lead heads predict there, if these are not those
 
 
-class View(NamedTuple):
-    """What a branch of the head predicts for the distinct cells of a plan."""
+class LossAndGradients(NamedTuple):
+    """Loss and gradients of a branch of the head."""
 
-    rows: torch.Tensor  # [u x 5+nc] raw
-    centre: torch.Tensor  # [u x 2] of the boxes, in cells from the corner of their own
-    size: torch.Tensor  # [u x 2] in cells
+    loss: Tensor  # [1]
+    items: Tensor  # [4]
+    cell_position: Tensor  # [u] within all layers
+    rows: Tensor  # [u x 5+nc] gradients in these cells
+    objectness: Tensor  # [cells of all layers] gradients everywhere, in addition
 
 
-class Matched(NamedTuple):
-    """Candidates and what they learn, n of each; with fixed shapes also those that are no match."""
+class Assignments(NamedTuple):
+    """What each of the m candidates is assigned to; fixed shapes, so those without a target are among them."""
 
-    is_match: torch.Tensor
-    weight: torch.Tensor  # in the mean over the matches of its layer, 0 if it is none
-    cell: torch.Tensor  # which of the distinct cells
-    target: torch.Tensor
+    is_assigned: Tensor
+    weight: Tensor  # in the mean over the assigned ones of its layer, 0 if it is none
+    cell: Tensor  # which of the distinct cells
+    target: Tensor  # row of the targets, any if it has none
 
 
 class BatchedLoss(ComputeLoss):
-    """The plain loss: every candidate learns the target that made it one. See ComputeLoss for `model`.
+    """The plain loss: every candidate is assigned to the target that made it one. See ComputeLoss for `model`.
 
     There is no autobalance, which reads the losses of the layers on the host.
     """
 
-    REACHES = (0.5,)  # of the candidates: those of the lead heads, then those of the auxiliary heads
-    NUM_IOUS = None  # votes of OTA; without it every candidate is a match
+    REACHES: tuple[float, ...] = (0.5,)  # of the candidates: those of the lead heads, then of the auxiliary heads
+    NUM_IOUS: int | None = None  # of OTA; without it every candidate is assigned
 
     def __init__(self, model):
         super().__init__(model)
         self._anchors = None  # (tensor of the head, its version, copy on the host)
-        self.graphs = LossGraphs(self.learn)
+        self.graphs = LossGraphs(self.loss_and_gradients)
 
-    def __call__(self, predictions, targets, images=None):
+    def __call__(
+        self, predictions: Sequence[Tensor], targets: Tensor, images: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """As ComputeLoss; `targets` on the host save waiting for the device."""
         image_size = None if images is None else tuple(images[0].shape[-2:])
         shapes = [prediction.shape for prediction in predictions[: self.head.nl]]
-        device = predictions[0].device
         graph = self.graphs.find(predictions, self._settings())
-        room = graph and graph.room.sizes
-        plans = self.prepare(targets, shapes, image_size, padded=device.type != "cpu", at_least=room)
-        return self.compute(predictions, [plan.to(device) for plan in plans], graph)
+        candidate_sets = self.prepare(targets, shapes, image_size, at_least=graph and graph.padded.sizes)
+        device = predictions[0].device
+        return self.compute(predictions, [candidates.to(device) for candidates in candidate_sets], graph)
 
-    def prepare(self, targets, shapes, image_size=None, padded=True, at_least=None):
-        """The Plan of each kind of candidates, on the host.
+    def prepare(
+        self,
+        targets: Tensor,
+        shapes: Sequence[Sequence[int]],
+        image_size: Sequence[int] | None = None,
+        at_least: Sequence | None = None,
+    ) -> list[CandidateSet]:
+        """The CandidateSet of each branch of the head, on the host.
 
-        `shapes` of the lead predictions; `image_size` (height, width) in pixels, for OTA; `at_least` the Sizes of each
-        plan that one wants to replace.
+        `shapes` of the lead predictions; `image_size` (height, width) in pixels, for OTA; `at_least` the Sizes of the
+        CandidateSets that one wants to replace.
         """
         if image_size is None and self.NUM_IOUS is not None:
-            raise ValueError("OTA compares boxes in pixels: hand it the images, or their (height, width)")
+            raise ValueError(NO_IMAGE_SIZE)
         strides = getattr(self.head, "stride", [1] * len(shapes))
-        at_least = at_least or [None] * len(self.REACHES)
         return [
-            prepare(
+            find_candidates(
                 targets.cpu(), shapes, self._host_anchors(), strides, image_size,
-                anchor_threshold=self.hyp["anchor_t"], reach=reach, padded=padded, at_least=sizes,
-                pinned=self.head.anchors.is_cuda,
+                anchor_threshold=self.hyp["anchor_t"], reach=reach, at_least=sizes, pinned=self.head.anchors.is_cuda,
             )
-            for reach, sizes in zip(self.REACHES, at_least, strict=True)
+            for reach, sizes in zip(self.REACHES, at_least or [None] * len(self.REACHES), strict=True)
         ]  # fmt: skip
 
     def _host_anchors(self):
-        """The head's anchors on the host, copied again only after a change."""
+        """The head's anchors on the host, copied again only after a change: copying waits for the device."""
         anchors = self.head.anchors
         if self._anchors is None or self._anchors[0] is not anchors or self._anchors[1] != anchors._version:
             self._anchors = anchors, anchors._version, anchors.detach().cpu().clone()
         return self._anchors[2]
 
-    def compute(self, predictions, plans, graph=None):
-        """Loss [1] and items [4] of `predictions` with `plans` on their device. Fixed shapes; waits for nothing.
+    def compute(
+        self, predictions: Sequence[Tensor], candidate_sets: Sequence[CandidateSet], graph=None
+    ) -> tuple[Tensor, Tensor]:
+        """Loss [1] and items [4] of `predictions` with `candidate_sets` on their device. Waits for nothing.
 
-        `graph` may replay `learn`.
+        `graph` may replay `loss_and_gradients`.
         """
-        branches = [predictions[: self.head.nl], predictions[self.head.nl :]][: len(plans)]
-        seen = [see(branch, plan, branches[0]) for branch, plan in zip(branches, plans, strict=True)]
-        learnt = graph.learn(seen, plans) if graph else self.learn(seen, plans)
-        return attach(branches, learnt)
+        branches = [predictions[: self.head.nl], predictions[self.head.nl :]][: len(candidate_sets)]
+        gathered = [gather(branch, c, branches[0]) for branch, c in zip(branches, candidate_sets, strict=True)]
+        return attach_gradients(branches, (graph or self).loss_and_gradients(gathered, candidate_sets))
 
     @torch.no_grad()
-    def learn(self, seen, plans):
-        """The Learnt of each branch of the head from its Seen and its Plan."""
-        shares = (1.0, AUXILIARY_WEIGHT)
-        return [self._branch(*branch) for branch in zip(seen, plans, shares[: len(plans)], strict=True)]
+    def loss_and_gradients(self, gathered, candidate_sets):
+        """The LossAndGradients of each branch of the head from its GatheredPredictions and its CandidateSet."""
+        shares = (1.0, AUXILIARY_WEIGHT)[: len(gathered)]
+        return [self._of_branch(*branch) for branch in zip(gathered, candidate_sets, shares, strict=True)]
 
     def _settings(self):
-        """What `learn` depends on apart from its arguments."""
+        """What `loss_and_gradients` depends on apart from its arguments."""
         names = ("box", "obj", "cls", "cls_pw", "obj_pw", "fl_gamma", "label_smoothing")
         return self.head.nc, self.gr, *self.balance, *map(self.hyp.get, names)
 
-    def owners(self, view, plan):
-        """The target of each candidate [m], -1 for none."""
-        if self.NUM_IOUS is None:
-            return plan.layout.proposer
-        with torch.autocast(view.rows.device.type, enabled=False):
-            boxes = view[1:] if view.rows.dtype == torch.float32 else None
-            return batched_assigner.owners(view.rows, plan, self.NUM_IOUS, boxes)
-
-    def _branch(self, seen, plan, share):
-        """The Learnt of one branch of the head, `share` of its loss."""
-        layout, sizes, batch_size = plan.layout, plan.sizes.cells, plan.shapes[0][0]
-        view = look(seen.rows, layout)
-        owner = self.owners(view if seen.judged is None else look(seen.judged, layout), plan)
-        if not plan.padded:  # nobody asks for fixed shapes, so only matches are computed
-            view, layout, sizes, owner = only_matches(view, layout, sizes, owner)
-        with torch.autocast(owner.device.type, enabled=False):
-            matched = matched_candidates(layout, owner, len(sizes))
+    def _of_branch(self, gathered, candidates, share):
+        """The LossAndGradients of one branch of the head, `share` of its loss."""
+        tensors, batch_size = candidates.tensors, candidates.shapes[0][0]
+        rows, boxes = gathered.rows, decode_boxes(gathered.rows, tensors)
+        assigned = self._assign(gathered, boxes, candidates)
+        # all of it is in float32 already: autocast would only cost time
+        with torch.autocast(rows.device.type, enabled=False):
+            assignments = as_assignments(assigned, tensors, len(candidates.shapes))
             gains = [share * self.hyp[gain] for gain in ("box", "obj", "cls")]
-            slopes = [gain * batch_size for gain in gains]  # the loss is multiplied by the batch size
-            class_term, rows = self._class_term(view, layout, matched, slopes[2])
-            box, overlap, rows[:, :4] = self._box_term(view, layout, matched, slopes[0])
-            wanted = self._wanted_objectness(view, matched, overlap)
-            counts = [math.prod(shape[:4]) for shape in plan.shapes]
-            logits = seen.objectness, counts
-            object_term, rows[:, 4], objectness = self._object_term(logits, view, wanted, sizes, slopes[1])
-            items = [gain * term for gain, term in zip(gains, (box, object_term, class_term), strict=True)]
+            gradient_gains = [gain * batch_size for gain in gains]  # the loss is multiplied by the batch size
+            class_term, gradients = self._class_term(rows, tensors, assignments, gradient_gains[2])
+            box_term, overlap, gradients[:, :4] = self._box_term(rows, boxes, tensors, assignments, gradient_gains[0])
+            wanted = self._objectness_target(rows, assignments, overlap)
+            object_term, gradients[:, 4], everywhere = self._object_term(gathered, wanted, candidates, gradient_gains[1])
+            items = [gain * term for gain, term in zip(gains, (box_term, object_term, class_term), strict=True)]
             items = torch.stack((*items, sum(items)))
-        return Learnt(items[3:] * batch_size, items, layout.cell_position, rows, objectness)
+        return LossAndGradients(items[3:] * batch_size, items, tensors.cell_position, gradients, everywhere)
 
-    def _class_term(self, view, layout, matched, gain):
-        """Class loss, and `gain` times its slopes for the cells, as columns 5 and up of [u x 5+nc].
+    def _assign(self, gathered, boxes, candidates):
+        """The target of each candidate [m], -1 for none. Both branches are assigned by what the lead heads predict."""
+        if self.NUM_IOUS is None:
+            return candidates.tensors.target_of_candidate
+        rows = gathered.rows if gathered.lead_rows is None else gathered.lead_rows
+        # the assignment wants float32 throughout; `boxes` are that only if the predictions are
+        known = boxes if gathered.lead_rows is None and rows.dtype == torch.float32 else None
+        with torch.autocast(rows.device.type, enabled=False):
+            return batched_assigner.assign(rows, candidates, self.NUM_IOUS, known)
 
-        Every class of a matched cell learns the negative label first; then the true ones change to the positive label.
+    def _class_term(self, rows, tensors, assignments, gain):
+        """Class loss, and `gain` times its gradients for the cells, as columns 5 and up of [u x 5+nc].
+
+        Every class of an assigned cell gets the negative label first; then the true ones change to the positive label.
         """
-        rows, num_classes = view.rows.float(), self.head.nc
+        dtype, rows, num_classes = rows.dtype, rows.float(), self.head.nc
         if num_classes == 1:
             return rows.new_zeros(()), torch.zeros_like(rows)
         settings = self.hyp["cls_pw"], self.hyp["fl_gamma"]
         labels = smooth_labels(self.hyp.get("label_smoothing", 0.0))
-        positive, negative = (rounded_to(view.rows.dtype, label, rows.device) for label in labels)
-        value, slope = binary_loss(rows, negative, *settings)
-        weight = matched.weight / num_classes
-        weight_of_cell = weight.new_zeros(len(rows)).index_add_(0, matched.cell, weight)
-        slope = slope * (weight_of_cell * gain)[:, None]
+        positive, negative = (rounded_to(dtype, label, rows.device) for label in labels)
+        value, gradient = binary_loss(rows, negative, *settings)
+        weight = assignments.weight / num_classes
+        weight_of_cell = weight.new_zeros(len(rows)).index_add_(0, assignments.cell, weight)
+        gradient = gradient * (weight_of_cell * gain)[:, None]
 
-        place = (layout.target_class[matched.target] + 5).add_(matched.cell, alpha=rows.shape[1])
-        more, more_slope = binary_loss_change(rows.view(-1)[place], positive, negative, *settings)
-        slope.view(-1).index_add_(0, place, weight * (more_slope * gain))
-        return (value[:, 5:].sum(1) * weight_of_cell).sum() + (more * weight).sum(), slope
+        place = (tensors.target_class[assignments.target] + 5).add_(assignments.cell, alpha=rows.shape[1])
+        more, more_gradient = binary_loss_change(rows.view(-1)[place], positive, negative, *settings)
+        gradient.view(-1).index_add_(0, place, weight * (more_gradient * gain))
+        return (value[:, 5:].sum(1) * weight_of_cell).sum() + (more * weight).sum(), gradient
 
-    def _box_term(self, view, layout, matched, gain):
-        """Box loss, the overlap [n] of each candidate, and `gain` times the slopes [u x 4] for the cells."""
-        true, geometry = layout.target_box[matched.target], layout.geometry[matched.cell]
-        true_centre = true[:, :2] * geometry[:, 4:6] - geometry[:, :2]
-        centres = torch.stack((view.centre[matched.cell], true_centre))
-        sizes = torch.stack((view.size[matched.cell], true[:, 2:] * geometry[:, 4:6]))
+    def _box_term(self, rows, boxes, tensors, assignments, gain):
+        """Box loss, the overlap [m] of each candidate, and `gain` times the gradients [u x 4] for the cells."""
+        true, cell = tensors.target_box[assignments.target], assignments.cell
+        geometry = tensors.geometry[cell]  # gathered at once, not column by column
+        corner, grid_size = geometry[:, 0:2], geometry[:, 4:6]
+        centres = torch.stack((boxes.centre[cell], true[:, :2] * grid_size - corner))
+        sizes = torch.stack((boxes.size[cell], true[:, 2:] * grid_size))
         overlap, by_centre, by_size = complete_iou(centres, sizes)
-        value = (torch.where(matched.is_match, 1 - overlap, 0.0) * matched.weight).sum()
+        # where, and not the weight of 0 alone: without a target of its own a candidate's overlap may be nan
+        value = (torch.where(assignments.is_assigned, 1 - overlap, 0.0) * assignments.weight).sum()
 
-        slopes = torch.cat((by_centre, by_size), 1) * (matched.weight * -gain)[:, None]
-        slopes = torch.where(matched.is_match[:, None], slopes, 0.0)
-        slopes = slopes.new_zeros(len(view.rows), 4).index_add_(0, matched.cell, slopes)
-        doubled = view.rows[:, :4].float().sigmoid() * 2
-        by_logit = torch.cat((doubled[:, :2], view.size), 1) * (2 - doubled)  # of twice the centre, and of the size
-        return value, overlap, slopes * by_logit
+        gradients = torch.cat((by_centre, by_size), 1) * (assignments.weight * -gain)[:, None]
+        gradients = torch.where(assignments.is_assigned[:, None], gradients, 0.0)
+        gradients = gradients.new_zeros(len(rows), 4).index_add_(0, cell, gradients)
+        doubled = rows[:, :4].float().sigmoid() * 2
+        by_logit = torch.cat((doubled[:, :2], boxes.size), 1) * (2 - doubled)  # of twice the centre, and of the size
+        return value, overlap, gradients * by_logit
 
-    def _wanted_objectness(self, view, matched, overlap):
-        """What each cell [u] learns: the overlap of the last match in it, 0 without one."""
+    def _objectness_target(self, rows, assignments, overlap):
+        """The objectness target of each cell [u]: the overlap of the last match in it, 0 without one."""
         position = torch.arange(len(overlap), device=overlap.device)
-        position = torch.where(matched.is_match, position, -1)
-        last = position.new_full((len(view.rows),), -1).scatter_reduce_(0, matched.cell, position, "amax")
+        position = torch.where(assignments.is_assigned, position, -1)
+        last = position.new_full((len(rows),), -1).scatter_reduce_(0, assignments.cell, position, "amax")
         score = overlap.clamp(min=0)
         if self.gr != 1:
             score = (1 - self.gr) + self.gr * score
-        if len(score) == 0:
-            return score.new_zeros(len(last))
         wanted = torch.where(last >= 0, score[last], 0.0)
-        return wanted.to(view.rows.dtype).float()  # stock behaviour: rounded like the predictions
+        return wanted.to(rows.dtype).float()  # stock behaviour: rounded like the predictions
 
-    def _object_term(self, everywhere, view, wanted, sizes, gain):
-        """Objectness loss, and `gain` times its slopes: what objects add in the cells [u], and all cells without.
-
-        everywhere  logits [cells of all layers], and the number of cells of each layer
-        """
+    def _object_term(self, gathered, wanted, candidates, gain):
+        """Objectness loss, and `gain` times its gradients: what objects add in the cells [u], and all cells without."""
         settings = self.hyp["obj_pw"], self.hyp["fl_gamma"]
-        logits, counts = everywhere
-        value, slope = binary_loss(logits, 0.0, *settings)
-        more, more_slope = binary_loss_change(view.rows[:, 4].float(), wanted, 0.0, *settings)
+        counts = [math.prod(shape[:4]) for shape in candidates.shapes]  # cells of each layer
+        value, gradient = binary_loss(gathered.objectness, 0.0, *settings)
+        more, more_gradient = binary_loss_change(gathered.rows[:, 4].float(), wanted, 0.0, *settings)
 
         factors = [balance / count for balance, count in zip(self.balance, counts, strict=True)]
-        slope_factors = [gain * factor for factor in factors]
-        torch._foreach_mul_([*value.split(counts), *more.split(sizes)], factors * 2)
-        torch._foreach_mul_([*slope.split(counts), *more_slope.split(sizes)], slope_factors * 2)
-        return value.sum() + more.sum(), more_slope, slope
+        gradient_factors, used = [gain * factor for factor in factors], candidates.sizes.cells
+        torch._foreach_mul_([*value.split(counts), *more.split(used)], factors * 2)
+        torch._foreach_mul_([*gradient.split(counts), *more_gradient.split(used)], gradient_factors * 2)
+        return value.sum() + more.sum(), more_gradient, gradient
 
 
 class BatchedLossOTA(BatchedLoss):
@@ -246,55 +245,61 @@ class BatchedLossAuxOTA(BatchedLossOTA):
     NUM_IOUS = 20
 
 
-CLASSES = LossClasses(BatchedLoss, BatchedLossOTA, BatchedLossAuxOTA)
+class BatchedHeadsLoss(HeadsLoss):
+    """HeadsLoss of batched losses: with `prepare` and `compute`, as they have them."""
+
+    def prepare(self, targets, shapes, image_size=None, at_least=None):
+        """The CandidateSets of all heads in a row, on the host; arguments as for `BatchedLoss.prepare`.
+
+        `shapes` (batch, na, ny, nx, any) of the levels; `at_least` has one entry for each CandidateSet.
+        """
+        at_least = self._by_head(at_least) if at_least else [None] * len(self.losses)
+        candidate_sets = []
+        for compute, own, sizes in zip(self.losses, self.route(targets.cpu()), at_least, strict=True):
+            levels = [(*shape[:4], 5 + compute.head.nc) for shape in shapes]
+            candidate_sets += compute.prepare(own, levels, image_size, sizes)
+        return candidate_sets
+
+    def compute(self, predictions, candidate_sets):
+        """Loss [1] and items [4] of `predictions` with the `candidate_sets` of all heads on their device."""
+        heads = zip(self.losses, self.own_columns(predictions), self._by_head(candidate_sets), strict=True)
+        return self.total([compute.compute(maps, own) for compute, maps, own in heads])
+
+    def _by_head(self, values):
+        """A list with one entry for each CandidateSet, cut into a list for each head."""
+        share = len(values) // len(self.losses)
+        return [values[start : start + share] for start in range(0, len(values), share)]
+
+
+CLASSES = LossClasses(BatchedLoss, BatchedLossOTA, BatchedLossAuxOTA, BatchedHeadsLoss)
 
 
 @torch.no_grad()
-def see(predictions, plan, lead):
-    """The Seen of a branch with `predictions` per layer in the cells of `plan`; `lead` are those of the lead heads."""
-    cells = plan.layout.cell_index, plan.sizes.cells
-    judged = None if predictions is lead else gather_rows(*cells, lead)
+def gather(predictions, candidates, lead):
+    """The GatheredPredictions of a branch with `predictions` per layer; `lead` are those of the lead heads."""
+    cells = candidates.tensors.cell_index, candidates.sizes.cells
+    lead_rows = None if predictions is lead else gather_rows(*cells, lead)
     objectness = torch.cat([prediction[..., 4].reshape(-1) for prediction in predictions]).float()
-    return Seen(gather_rows(*cells, predictions), objectness, judged)
+    return GatheredPredictions(gather_rows(*cells, predictions), objectness, lead_rows)
 
 
-def attach(branches, learnt):
+def attach_gradients(branches, results):
     """Loss [1] and items [4] over all branches; the gradient of the loss goes to their predictions."""
-    results = [
-        (KnownSlopes.apply(mine.total, mine.cells, mine.rows, mine.objectness, *predictions), mine.items)
-        for predictions, mine in zip(branches, learnt, strict=True)
+    (loss, items), *rest = [
+        (KnownGradients.apply(own.loss, own.cell_position, own.rows, own.objectness, *predictions), own.items)
+        for predictions, own in zip(branches, results, strict=True)
     ]
-    (total, items), *rest = results
-    for more in rest:
-        total, items = total + more[0], items + more[1]
-    return total, items
+    for more_loss, more_items in rest:
+        loss, items = loss + more_loss, items + more_items
+    return loss, items
 
 
-def look(rows, layout):
-    """The View of `rows` [u x 5+nc] in the cells of `layout`."""
-    centre, size = boxes_in_cells(rows, layout)
-    return View(rows, centre.float(), size.float())
-
-
-def only_matches(view, layout, sizes, owner):
-    """The same without the candidates that are no matches, and without the cells that none of them needs."""
-    candidate = (owner >= 0).nonzero()[:, 0]
-    cells, cell = layout.cell_of_candidate[candidate].unique(return_inverse=True)
-    ends = torch.tensor(sizes).cumsum(0)
-    sizes = torch.searchsorted(cells, ends).diff(prepend=ends.new_zeros(1)).tolist()
-    layout = layout._replace(
-        cell_position=layout.cell_position[cells], geometry=layout.geometry[cells], cell_of_candidate=cell,
-        layer_of_candidate=layout.layer_of_candidate[candidate],
-    )  # fmt: skip
-    return View(*(part[cells] for part in view)), layout, tuple(sizes), owner[candidate]
-
-
-def matched_candidates(layout, owner, num_layers):
-    """The Matched of candidates with the targets `owner` [n], -1 for none."""
-    is_match, layer = owner >= 0, layout.layer_of_candidate
-    count = torch.zeros(num_layers, device=owner.device).index_add_(0, layer, is_match.float())
-    weight = is_match / count.clamp_(min=1)[layer]
-    return Matched(is_match, weight, layout.cell_of_candidate, owner.clamp(min=0))
+def as_assignments(assigned, tensors, num_layers):
+    """The Assignments of candidates with the targets `assigned` [m], -1 for none."""
+    is_assigned, layer = assigned >= 0, tensors.layer_of_candidate
+    count = torch.zeros(num_layers, device=assigned.device).index_add_(0, layer, is_assigned.float())
+    weight = is_assigned / count.clamp_(min=1)[layer]
+    return Assignments(is_assigned, weight, tensors.cell_of_candidate, assigned.clamp(min=0))
 
 
 def rounded_to(dtype, number, device):

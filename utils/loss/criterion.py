@@ -1,7 +1,7 @@
 """Box, objectness and class losses: one computation, given different matches.
 
-    ComputeLoss        every candidate cell learns
-    ComputeLossOTA     the cells that OTA selects learn
+    ComputeLoss        all candidate cells are trained on their targets
+    ComputeLossOTA     the cells that OTA selects are
     ComputeLossAuxOTA  the same for lead heads, and a coarser selection for auxiliary heads at a quarter of the weight
 
 Each is called as `(predictions, targets, images)` and returns (loss [1], items [4: box, objectness, class, total]); the
@@ -9,18 +9,20 @@ loss is multiplied by the batch size, the items are not and carry no gradient.
 """
 
 import logging
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from utils.loss import assigner as assign
-from utils.loss.multi_head import has_several_heads, route_losses
+from utils.loss import assigner
+from utils.loss.multi_head import HeadsLoss, LossOfModel, has_several_heads
 from utils.ops.boxes import complete_iou
 
 logger = logging.getLogger(__name__)
+
+Assigner = Callable[..., assigner.Matches]  # with the arguments of `assigner.plain`
 
 # Weight of each layer's objectness, finest layer first: it has the most cells and the smallest share of objects.
 OBJECTNESS_BALANCE = {3: (4.0, 1.0, 0.4)}
@@ -67,35 +69,32 @@ def objectness_target(score, cells, like):
     return target
 
 
-class ComputeLoss:
+class ComputeLoss(LossOfModel):
     """The plain loss. Calls `assign` for the matches and sums three terms over all layers.
 
-    `model` (or what a parallel wrapper wraps) carries hyp (gains already scaled to the number of layers, classes and
-    pixels) and gr (how much of the overlap the objectness target is: 1 in training); its last layer, the head, carries
-    nl, nc, anchors [nl x na x 2, grid units] and stride. The head is read at every call: it may move or get anchors.
+    `model` as LossOfModel reads it; its head carries nl, nc, anchors [nl x na x 2, grid units] and stride.
     `autobalance` lets the weights of the layers' objectness follow their losses.
     """
 
-    def __init__(self, model, autobalance=False, assign=assign.plain):
-        bare = getattr(model, "module", model)
+    def __init__(self, model, autobalance: bool = False, assign: Assigner = assigner.plain):
+        super().__init__(model)
         self.assign = assign
         self.autobalance = autobalance
-        self.layers = bare.model
-        self.hyp = model.hyp if hasattr(model, "hyp") else bare.hyp
-        self.gr = model.gr if hasattr(model, "gr") else bare.gr
         num_layers = self.head.nl
         self.balance = list(OBJECTNESS_BALANCE.get(num_layers, OBJECTNESS_BALANCE_OTHERWISE)[:num_layers])
 
-    @property
-    def head(self):
-        return self.layers[-1]
+    def __call__(
+        self, predictions: Sequence[Tensor], targets: Tensor, images: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Loss [1] and items [4]; of `images` [batch x 3 x height x width] only the size is read, and by OTA alone.
 
-    def __call__(self, predictions, targets, images=None):
-        """predictions: per layer [batch x na x ny x nx x 5+nc], raw; targets [N x 6: image, class, xywh normalised]."""
+        predictions  per layer [batch x na x ny x nx x 5+nc], raw
+        targets      [N x 6: image, class, xywh normalised]
+        """
         lead = predictions[: self.head.nl]
-        return self.total([(lead, self.matches(lead, targets, image_size=None), 1.0)], targets)
+        return self.total([(lead, self.matches(lead, targets, images), 1.0)], targets)
 
-    def matches(self, predictions, targets, image_size, **options):
+    def matches(self, predictions, targets, images, **options):
         """What the assigner says to these predictions; `options` are passed on to it."""
         head = self.head
         return self.assign(
@@ -103,7 +102,7 @@ class ComputeLoss:
             targets,
             head.anchors.to(targets.device),
             getattr(head, "stride", None),
-            image_size,
+            None if images is None else images[0].shape[-2:],
             anchor_threshold=self.hyp["anchor_t"],
             **options,
         )
@@ -118,7 +117,7 @@ class ComputeLoss:
                 box += weight * box_term
                 objectness += weight * balance * object_term
                 classes += weight * class_term
-                if self.autobalance and branch == 0:
+                if self.autobalance and branch == 0:  # .item() waits for the device
                     self.balance[layer] = 0.9999 * balance + 0.0001 / object_term.item()
         if self.autobalance:
             reference = self.balance[torch.as_tensor(self.head.stride).tolist().index(16)]
@@ -139,10 +138,11 @@ class ComputeLoss:
         grid_size = target.new_tensor((prediction.shape[3], prediction.shape[2]))
         overlap = self.overlap(rows, corner, target[:, 2:6], matches.anchor_size[layer], grid_size)
 
+        # detached: the box learns from the overlap itself, not through the objectness that it is the target of
         score = (1 - self.gr) + self.gr * overlap.detach().clamp(min=0)
         wanted = objectness_target(score, cells, prediction[..., 4])
         object_term = self.binary_loss(prediction[..., 4], wanted, "obj_pw")
-        if len(rows) == 0:
+        if len(rows) == 0:  # the mean of nothing would be nan; objectness is trained on all cells
             return 0.0, object_term, 0.0
         class_term = self.class_term(rows[:, 5:], target[:, 1].long()) if self.head.nc > 1 else 0.0
         return (1 - overlap).mean(), object_term, class_term
@@ -150,35 +150,29 @@ class ComputeLoss:
     def overlap(self, rows, corner, true_box, anchor_size, grid_size):
         """CIoU [n] of the boxes that `rows` [n x 5+nc] predict with `true_box` [n x 4, xywh normalised].
 
-        Both are in cells, counted from `corner` [n x 2: x, y] of the matched cell; `grid_size` is (nx, ny), [2] or
-        [n x 2].
+        Both are in cells, counted from `corner` [n x 2: x, y] of the matched cell; `grid_size` is (nx, ny).
         """
         centre = rows[:, :2].sigmoid() * 2 - 0.5
         size = (rows[:, 2:4].sigmoid() * 2) ** 2 * anchor_size
         true_centre = true_box[:, :2] * grid_size - corner
         return complete_iou(torch.cat((centre, size), 1), torch.cat((true_centre, true_box[:, 2:] * grid_size), 1))
 
-    def class_term(self, logits, classes, reduction="mean"):
-        """Loss of class `logits` [n x nc] where `classes` [n] are true."""
+    def class_term(self, logits, classes):
+        """Mean loss of class `logits` [n x nc] where `classes` [n] are true."""
         positive, negative = smooth_labels(self.hyp.get("label_smoothing", 0.0))
         wanted = torch.full_like(logits, negative).scatter_(1, classes[:, None], positive)
-        return self.binary_loss(logits, wanted, "cls_pw", reduction)
+        return self.binary_loss(logits, wanted, "cls_pw")
 
-    def binary_loss(self, logits, labels, positive_weight, reduction="mean"):
+    def binary_loss(self, logits, labels, positive_weight):
         """`binary_loss` with the hyper-parameters of the training; `positive_weight` is the name of one."""
-        return binary_loss(logits, labels, self.hyp[positive_weight], self.hyp["fl_gamma"], reduction)
+        return binary_loss(logits, labels, self.hyp[positive_weight], self.hyp["fl_gamma"])
 
 
 class ComputeLossOTA(ComputeLoss):
     """The loss on the cells that OTA selects. Needs the images for their size, and the head's strides."""
 
-    def __init__(self, model, autobalance=False, assign=assign.ota):
+    def __init__(self, model, autobalance: bool = False, assign: Assigner = assigner.ota):
         super().__init__(model, autobalance, assign)
-
-    def __call__(self, predictions, targets, images):
-        """As ComputeLoss; of `images` [batch x 3 x height x width] only the size is read."""
-        lead = predictions[: self.head.nl]
-        return self.total([(lead, self.matches(lead, targets, images[0].shape[-2:]), 1.0)], targets)
 
 
 class ComputeLossAuxOTA(ComputeLossOTA):
@@ -190,38 +184,36 @@ class ComputeLossAuxOTA(ComputeLossOTA):
 
     NUM_IOUS = 20
 
-    def __call__(self, predictions, targets, images):
+    def __call__(
+        self, predictions: Sequence[Tensor], targets: Tensor, images: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         lead, auxiliary = predictions[: self.head.nl], predictions[self.head.nl :]
-        size = images[0].shape[-2:]
-        fine = self.matches(lead, targets, size, num_ious=self.NUM_IOUS)
-        coarse = self.matches(lead, targets, size, num_ious=self.NUM_IOUS, reach=1.0)
+        fine = self.matches(lead, targets, images, num_ious=self.NUM_IOUS)
+        coarse = self.matches(lead, targets, images, num_ious=self.NUM_IOUS, reach=1.0)
         return self.total([(lead, fine, 1.0), (auxiliary, coarse, AUXILIARY_WEIGHT)], targets)
 
 
 class LossClasses(NamedTuple):
-    """One implementation of the three losses; each is made from a model."""
+    """One implementation of the losses: three that are made from a model, and one from a model with several heads."""
 
     plain: Callable
     ota: Callable
     auxiliary: Callable
+    heads: Callable  # (model, one of the above)
 
 
-def reference(assign=assign.ota):
-    """The losses of this file with the matcher `assign`."""
-    return LossClasses(ComputeLoss, partial(ComputeLossOTA, assign=assign), partial(ComputeLossAuxOTA, assign=assign))
+REFERENCE = LossClasses(ComputeLoss, ComputeLossOTA, ComputeLossAuxOTA, HeadsLoss)
 
 
-def build_losses(model, assign=assign.ota, classes=None, use_ota=None):
-    """(training loss, validation loss) for `model`.
+def build_losses(model, classes: LossClasses = REFERENCE, use_ota: bool | None = None) -> tuple[Callable, Callable]:
+    """(training loss, validation loss) for `model`; the validation loss is always the reference.
 
     A head with auxiliary outputs trains with OTA whatever is asked; for another one `use_ota` decides, and if that is
-    None the hyper-parameter loss_ota (1 if missing). stock behaviour: validation reports the plain loss, also in OTA
-    training. `assign` is the matcher of the OTA losses, unless other LossClasses are given; validation is always the
-    reference. A model with several heads trains with the plain loss unless `use_ota` is true.
+    None the hyper-parameter loss_ota (1 if missing). A model with several heads trains with the plain loss unless
+    `use_ota` is true. stock behaviour: validation reports the plain loss, also in OTA training.
     """
-    classes = classes or reference(assign)
     if has_several_heads(model):
-        return route_losses(model, classes.ota if use_ota else classes.plain), route_losses(model, ComputeLoss)
+        return classes.heads(model, classes.ota if use_ota else classes.plain), HeadsLoss(model, ComputeLoss)
     validation = ComputeLoss(model)
     if hasattr(validation.head, "m2"):
         return classes.auxiliary(model), validation
@@ -230,16 +222,18 @@ def build_losses(model, assign=assign.ota, classes=None, use_ota=None):
     return (classes.ota if use_ota else classes.plain)(model), validation
 
 
-def losses_by_epoch(model, epochs, classes=None, ota_last=None):
+def losses_by_epoch(
+    model, epochs: int, classes: LossClasses = REFERENCE, ota_last: int | None = None
+) -> tuple[Callable[[int], Callable], Callable]:
     """(function of the epoch that names its training loss, validation loss) for a run of `epochs`.
 
     With `ota_last` the last so many epochs train with OTA and those before with the plain loss, whatever loss_ota says.
     """
     if ota_last is None:
-        training, validation = build_losses(model, classes=classes)
+        training, validation = build_losses(model, classes)
         return (lambda epoch: training), validation
-    before, validation = build_losses(model, classes=classes, use_ota=False)
-    last, _ = build_losses(model, classes=classes, use_ota=True)
+    before, validation = build_losses(model, classes, use_ota=False)
+    last, _ = build_losses(model, classes, use_ota=True)
     if hasattr(validation.head, "m2"):
         logger.warning("--ota-last has no effect: a head with auxiliary outputs trains with OTA in all epochs")
     return (lambda epoch: last if epoch >= epochs - ota_last else before), validation

@@ -1,12 +1,11 @@
-"""The parts of the detection loss with their derivatives, in closed form.
+"""The parts of the detection loss and their gradients, in closed form.
 
-A loss is one number, so the gradient of everything in it can be computed along with it and only has to be scaled when
-the backward pass comes. That takes a fraction of the operations which autograd would record and replay.
+A loss is one number, so its gradients can be computed along with it; the backward pass only has to scale them. That
+takes a fraction of the operations which autograd would record and replay.
 """
 
 import math
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
@@ -15,17 +14,17 @@ from utils.loss.criterion import FOCAL_ALPHA
 
 
 def binary_loss(logits, label, positive_weight=1.0, focal_gamma=0.0):
-    """`loss.binary_loss` and slope for each of `logits` (float32); `label` is a number or a tensor of their shape."""
-    value, score = F.softplus(logits), logits.sigmoid()  # cross-entropy against 0; its slope is the score
-    slope = score
+    """`criterion.binary_loss` and its gradient for each of `logits` (float32); `label` is a number or a tensor like them."""
+    value, score = F.softplus(logits), logits.sigmoid()  # cross-entropy against 0; its gradient is the score
+    gradient = score
     if isinstance(label, torch.Tensor) or label != 0:
-        by_label, slope_by_label = _by_label(logits, positive_weight)
-        value, slope = value + label * by_label, slope + label * slope_by_label
-    return (value, slope) if focal_gamma <= 0 else _focal(value, slope, score, label, focal_gamma)
+        by_label, gradient_by_label = _by_label(logits, positive_weight)
+        value, gradient = value + label * by_label, gradient + label * gradient_by_label
+    return (value, gradient) if focal_gamma <= 0 else _focal(value, gradient, score, label, focal_gamma)
 
 
 def binary_loss_change(logits, label, before, positive_weight=1.0, focal_gamma=0.0):
-    """How `binary_loss` and its slope change when the label `before` becomes `label`, numbers or tensors."""
+    """How `binary_loss` and its gradient change when the label `before` becomes `label`, numbers or tensors."""
     if focal_gamma <= 0:
         step = label - before
         return tuple(step * by_label for by_label in _by_label(logits, positive_weight))
@@ -34,26 +33,26 @@ def binary_loss_change(logits, label, before, positive_weight=1.0, focal_gamma=0
 
 
 def _by_label(logits, positive_weight):
-    """Cross-entropy and its slope are linear in the label; these are the factors, tensors or numbers."""
+    """Cross-entropy and its gradient are linear in the label; these are the factors, tensors or numbers."""
     if positive_weight == 1:
         return -logits, -1.0
     against_0, score = F.softplus(logits), logits.sigmoid()
     return positive_weight * (against_0 - logits) - against_0, (positive_weight - 1) * score - positive_weight
 
 
-def _focal(value, slope, score, label, gamma):
+def _focal(value, gradient, score, label, gamma):
     """Both times alpha * (1 - p)^gamma, where p is the probability of the label."""
     miss = (label + score - 2 * label * score).clamp(min=1e-30)  # 1 - p
-    miss_slope = (1 - 2 * label) * score * (1 - score)
+    miss_gradient = (1 - 2 * label) * score * (1 - score)
     factor = (label * FOCAL_ALPHA + (1 - label) * (1 - FOCAL_ALPHA)) * miss**gamma
-    return value * factor, factor * (slope + value * gamma * miss_slope / miss)
+    return value * factor, factor * (gradient + value * gamma * miss_gradient / miss)
 
 
 def complete_iou(centres, sizes, eps=1e-7):
-    """`boxes.complete_iou` [n] of boxes with true boxes, and its slopes [n x 2] by twice the centre and by the size.
+    """`boxes.complete_iou` [n] of boxes with true boxes, and its gradients [n x 2] by twice the centre and by the size.
 
     centres, sizes [2 x n x 2] of the boxes, then of the true boxes. Where two edges coincide each gets half of the
-    slope, as autograd does it; boxes that only touch do not overlap, which versions of torch see differently.
+    gradient, as autograd does it; boxes that only touch do not overlap, which versions of torch see differently.
     """
     half = sizes / 2
     low, high = centres - half, centres + half
@@ -76,7 +75,7 @@ def complete_iou(centres, sizes, eps=1e-7):
     aspect = (turn * turn).mul_(4 / math.pi**2)
     alpha = aspect / (aspect - iou).add_(1 + eps)
 
-    stretch = enclosing * (distance / diagonal2)[:, None]  # half the slope of -distance by `enclosing`
+    stretch = enclosing * (distance / diagonal2)[:, None]  # half the gradient of -distance by `enclosing`
     by_gap = (overlap.flip(1) * (gap > 0)).mul_(((iou + 1) / union)[:, None]).sub_(stretch, alpha=2)
     at_high, at_low = torch.sign(high[1] - high[0]), torch.sign(low[0] - low[1])  # 1 where our edge is the inner one
     by_centre = (by_gap * (at_high - at_low) / 4).add_(shift / diagonal2[:, None])
@@ -88,10 +87,10 @@ def complete_iou(centres, sizes, eps=1e-7):
     return (iou - distance).sub_(aspect * alpha), by_centre, by_size
 
 
-class KnownSlopes(torch.autograd.Function):
+class KnownGradients(torch.autograd.Function):
     """(loss [1], cells [u], rows [u x 5+nc], objectness [cells of all layers], *predictions) -> the loss.
 
-    Its gradient in the predictions is known: `rows` for the `cells`, counted through all layers, and in addition
+    Its gradient by the predictions is known: `rows` for the `cells`, counted through all layers, and in addition
     `objectness`. It is as large as the predictions, so it is written once, when it is asked for.
     """
 
@@ -105,15 +104,8 @@ class KnownSlopes(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, scale):
         cells, rows, objectness = ctx.saved_tensors
-        gradient = zeros((len(objectness), rows.shape[1]), ctx.dtype, rows.device)
+        gradient = rows.new_zeros((len(objectness), rows.shape[1]), dtype=ctx.dtype)
         gradient[:, 4] = objectness * scale
-        gradient.index_add_(0, cells, (rows * scale).to(ctx.dtype))
+        gradient.index_add_(0, cells, (rows * scale).to(ctx.dtype))  # scaled first: small float16 values would be 0
         layers = gradient.split([math.prod(shape[:4]) for shape in ctx.shapes])
         return None, None, None, None, *(layer.view(shape) for layer, shape in zip(layers, ctx.shapes, strict=True))
-
-
-def zeros(shape, dtype, device):
-    """A tensor of zeros. On a CPU from NumPy, which asks for large pages: those are zero from the start, and few."""
-    if device.type == "cpu" and dtype == torch.float32 and not torch.compiler.is_compiling():
-        return torch.from_numpy(np.zeros(shape, dtype=np.float32))
-    return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,80 +1,32 @@
-"""CUDA graphs for the part of a loss that runs from fixed tensors to fixed tensors (`learn` of `loss_batched`).
+"""CUDA graphs for the part of a loss that runs from fixed tensors to fixed tensors: `BatchedLoss.loss_and_gradients`.
 
-It is hundreds of small kernels, which take longer to start than to run. A graph holds them for one kind of batch:
-shapes and type of the predictions, autocast, settings of the loss. A replay copies what was seen of the predictions,
-and the plans, to where the graph reads; what it wrote is copied away, so that a later step cannot change what a
-backward pass still needs. Replays of one loss have to follow each other, as all work of a stream does.
+It is hundreds of small kernels, which take longer to start than to run. A graph holds them for one graph key: shapes
+and type of the predictions, autocast, settings of the loss. A replay copies the gathered predictions and the candidates
+to where the graph reads; what it wrote is copied away, so that a later step cannot change what a backward pass still
+needs. Replays of one loss have to follow each other, as all work of a stream does.
 
-A plan has fixed sizes. There is room for the largest seen so far and some more (`Room`); a larger batch makes the graph
-be captured again, an exceptionally crowded one goes without.
+The graph has room for the largest batch so far and some more (`PaddedSizes`); a larger batch makes it be captured
+again, an exceptionally crowded one goes without.
 """
 
-import gc
 import logging
 from dataclasses import replace
 from functools import partial
 
 import torch
 
-from utils.loss.candidates import Sizes
+from utils.ops.cuda_graph import MAX_KEYS, WARM_UP_CALLS, Captured, PaddedSizes, record
 
 logger = logging.getLogger(__name__)
 
-ORDINARY_CALLS = 3  # of a kind before its first capture; as many as of a whole step that is captured (`cuda_graph`)
-MOST_KINDS = 8  # further ones go without a graph
-MOST_PAIRS = 4_000_000  # of a target and a candidate, about 350 MB that a graph would keep; then little is won
-SPARE = 1.25  # room in a graph, relative to the batch that made it be captured
-CROWDED = 1.5  # times the pairs of the room: such a batch goes without a graph,
-FEW = 20  # unless that has happened so often
-
-
-class Room:
-    """The sizes that the plans of one kind of batch are padded to; `sizes` is None or has one Sizes for each plan."""
-
-    def __init__(self):
-        self.sizes, self.num_crowded = None, 0
-
-    def fits(self, plans):
-        return self.sizes is not None and all(p.sizes == size for p, size in zip(plans, self.sizes, strict=True))
-
-    def grow(self, plans):
-        """Make room for `plans` and larger ones."""
-        self.sizes, self.num_crowded = [with_spare(plan.sizes) for plan in plans], 0
-
-    def is_crowded(self, plans, most_pairs):
-        """Whether a batch is not worth a larger graph. Such batches are counted; when they are many, it is."""
-        pairs = [plan.sizes.pairs for plan in plans]
-        if max(pairs) > most_pairs:
-            return True
-        if self.sizes is None or all(n <= CROWDED * room.pairs for n, room in zip(pairs, self.sizes, strict=True)):
-            return False
-        self.num_crowded += 1
-        return self.num_crowded <= FEW
-
-
-def with_spare(sizes):
-    """`sizes` and room for larger batches to come."""
-    numbers = [int(n * SPARE) for n in (sizes.targets, sizes.candidates, sizes.pairs)]
-    return Sizes(numbers[0], tuple(int(n * SPARE) for n in sizes.cells), *numbers[1:]).rounded()
-
-
-def record(body, pool=None, stream=None):
-    """Capture `body`; returns the graph and what `body` returned, which each replay writes anew."""
-    gc.collect()  # a graph that is gone must not be cleaned up in the midst of this
-    graph, outer = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-    try:
-        with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
-            result = body()
-    finally:
-        torch.cuda.set_stream(outer)  # torch does not go back to it after a capture that failed
-    return graph, result
+MAX_PAIRS = 4_000_000  # of a target and a candidate, about 350 MB that a graph would keep; then little is won
 
 
 class LossGraphs:
-    """The graphs of a loss, whose `learn(seen, plans)` they replay. They share their passing memory."""
+    """The graphs of a loss by graph key; they replay its `loss_and_gradients` and share their passing memory."""
 
-    def __init__(self, learn):
-        self.learn, self.kinds, self.is_off = learn, {}, False
+    def __init__(self, loss_and_gradients):
+        self.loss_and_gradients, self.by_key, self.is_off = loss_and_gradients, {}, False
         self.counts = {"replayed": 0, "captured": 0, "ordinary": 0}
 
     def find(self, predictions, settings):
@@ -82,10 +34,10 @@ class LossGraphs:
         if self.is_off or not self.can_capture(predictions[0].device):
             return None
         autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-        kind = *((p.shape, p.dtype) for p in predictions), *autocast, *settings
-        if kind not in self.kinds and len(self.kinds) < MOST_KINDS:
-            self.kinds[kind] = LossGraph(self)
-        return self.kinds.get(kind)
+        key = *((p.shape, p.dtype) for p in predictions), *autocast, *settings
+        if key not in self.by_key and len(self.by_key) < MAX_KEYS:
+            self.by_key[key] = LossGraph(self)
+        return self.by_key.get(key)
 
     @staticmethod
     def can_capture(device):
@@ -94,12 +46,15 @@ class LossGraphs:
             return False
         return not torch.cuda.is_current_stream_capturing()
 
-    def capture(self, seen, plans):
-        """A Captured for such arguments of `learn`; None if that fails, and then for good."""
+    def capture(self, gathered, candidate_sets):
+        """A Captured for such arguments of `loss_and_gradients`; None if that fails, and then for good."""
         try:
-            captured = Captured(self.learn, seen, plans, self.record)
+            copies = [type(part)(*(None if t is None else t.clone() for t in part)) for part in gathered]
+            static = [replace(candidates, buffer=candidates.buffer.clone()) for candidates in candidate_sets]
+            body = partial(self.loss_and_gradients, copies, static)
+            captured = Captured(self.record, body, inputs(copies, static))
         except RuntimeError as error:
-            self.is_off, self.kinds = True, {}
+            self.is_off, self.by_key = True, {}
             reason = str(error).splitlines()[0]
             logger.warning("--fast-loss: the loss cannot be captured (%s); the run goes on without its graph", reason)
             return None
@@ -108,7 +63,7 @@ class LossGraphs:
 
     def record(self, body):
         """Capture `body`, in the memory of the other graphs; it goes when the last of them does."""
-        others = [kind.captured.graph for kind in self.kinds.values() if kind.captured]
+        others = [graph.captured.graph for graph in self.by_key.values() if graph.captured]
         return record(body, others[0].pool() if others else None)
 
     @staticmethod
@@ -118,48 +73,35 @@ class LossGraphs:
 
 
 class LossGraph:
-    """`learn` for batches of one kind."""
+    """`loss_and_gradients` for batches of one graph key."""
 
     def __init__(self, graphs):
-        self.graphs, self.room, self.num_calls, self.captured = graphs, Room(), 0, None
+        self.graphs, self.padded, self.num_calls, self.captured = graphs, PaddedSizes(), 0, None
 
-    def learn(self, seen, plans):
-        """As `learn` of the loss; replayed where the plans have the sizes of `room`."""
+    def loss_and_gradients(self, gathered, candidate_sets):
+        """As that of the loss; replayed where the candidates have the padded sizes."""
         self.num_calls += 1
-        if not self.room.fits(plans):
-            if not self.room.is_crowded(plans, MOST_PAIRS):
-                self._grow(plans)
-        elif self.captured is None and self.num_calls > ORDINARY_CALLS and not self.graphs.is_off:
-            self.captured = self.graphs.capture(seen, plans)
-        if self.captured is None or not self.room.fits(plans):
+        sizes = [candidates.sizes for candidates in candidate_sets]
+        if not self.padded.fits(sizes):
+            if not self.padded.is_crowded(sizes, MAX_PAIRS):
+                self._grow(sizes)  # this batch has its own sizes still; the next one will be padded to these
+        elif self.captured is None and self.num_calls > WARM_UP_CALLS and not self.graphs.is_off:
+            self.captured = self.graphs.capture(gathered, candidate_sets)
+        if self.captured is None or not self.padded.fits(sizes):
             self.graphs.counts["ordinary"] += 1
-            return self.graphs.learn(seen, plans)
+            return self.graphs.loss_and_gradients(gathered, candidate_sets)
         self.graphs.counts["replayed"] += 1
-        return self.captured.run(seen, plans)
+        outputs = self.captured.replay(inputs(gathered, candidate_sets))
+        return [type(part)(*(tensor.clone() for tensor in part)) for part in outputs]
 
-    def _grow(self, plans):
+    def _grow(self, sizes):
         if self.captured:
             self.graphs.wait()
         self.captured = None  # too small for what may come
-        self.room.grow(plans)
+        self.padded.grow(sizes)
 
 
-class Captured:
-    """A graph of `learn`, and the tensors that it reads and writes."""
-
-    def __init__(self, learn, seen, plans, record):
-        copies = [type(part)(*(None if tensor is None else tensor.clone() for tensor in part)) for part in seen]
-        static_plans = [replace(plan, buffer=plan.buffer.clone()) for plan in plans]
-        self.inputs = tensors(copies, static_plans)
-        self.graph, self.learnt = record(partial(learn, copies, static_plans))
-
-    def run(self, seen, plans):
-        """What `learn` returns, in memory of its own."""
-        torch._foreach_copy_(self.inputs, tensors(seen, plans))
-        self.graph.replay()
-        return [type(part)(*(tensor.clone() for tensor in part)) for part in self.learnt]
-
-
-def tensors(seen, plans):
-    """All tensors of the arguments of `learn`."""
-    return [tensor for part in seen for tensor in part if tensor is not None] + [plan.buffer for plan in plans]
+def inputs(gathered, candidate_sets):
+    """All tensors of the arguments of `loss_and_gradients`."""
+    tensors = [tensor for part in gathered for tensor in part if tensor is not None]
+    return tensors + [candidates.buffer for candidates in candidate_sets]

@@ -1,13 +1,34 @@
 """Losses of a model with several detection heads: each box goes to the head of its class.
 
-Every head has a loss object of its own, the same as a model with one head (`loss`, `loss_batched`), that sees only its
+Every head has a loss object of its own, the same as a model with one head (`criterion`, `batched`), that sees only its
 predictions and only its boxes, with class ids counted within the head. Their sum, weighted by head, is the loss. A head
 without boxes learns that there is nothing.
 """
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import torch
+from torch import Tensor
+
+
+class LossOfModel:
+    """What every loss reads of a model, wrapped for parallel training or not.
+
+    hyp  gains, scaled already to the number of layers, classes and pixels
+    gr   how much of the overlap the objectness target is: 1 in training
+    head the last layer, looked up at every use: it may move, or get other anchors
+    """
+
+    def __init__(self, model):
+        bare = getattr(model, "module", model)
+        self.layers = bare.model
+        self.hyp = model.hyp if hasattr(model, "hyp") else bare.hyp
+        self.gr = model.gr if hasattr(model, "gr") else bare.gr
+
+    @property
+    def head(self):
+        return self.layers[-1]
 
 
 class OneHead:
@@ -26,17 +47,14 @@ class OneHead:
         return self.layer.stride
 
 
-class HeadsLoss:
+class HeadsLoss(LossOfModel):
     """The weighted sum of one loss per head; `make_loss(model)` makes each of them.
 
-    Called as the losses of `loss`, with predictions per head and level.
+    Called as the losses of `criterion`, with predictions per head and level.
     """
 
     def __init__(self, model, make_loss):
-        bare = getattr(model, "module", model)
-        self.layers = bare.model
-        self.hyp = model.hyp if hasattr(model, "hyp") else bare.hyp
-        self.gr = model.gr if hasattr(model, "gr") else bare.gr
+        super().__init__(model)
         layer = self.head
         self.losses = [
             make_loss(SimpleNamespace(model=[OneHead(layer, head)], hyp=self.hyp, gr=self.gr))
@@ -48,13 +66,10 @@ class HeadsLoss:
         if layer.full_head:
             self.columns = [torch.tensor([0, 1, 2, 3, 4, *layer.class_columns(h)]) for h in range(layer.num_heads)]
 
-    @property
-    def head(self):
-        """The detection layer."""
-        return self.layers[-1]
-
-    def __call__(self, predictions, targets, images=None):
-        """predictions: per head and level [batch x na x ny x nx x head_no], raw; targets as for `loss.ComputeLoss`."""
+    def __call__(
+        self, predictions: Sequence[Sequence[Tensor]], targets: Tensor, images: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """predictions: per head and level [batch x na x ny x nx x head_no], raw; targets as for ComputeLoss."""
         heads = zip(self.losses, self.own_columns(predictions), self.route(targets), strict=True)
         return self.total([compute(maps, own, images) for compute, maps, own in heads])
 
@@ -70,32 +85,6 @@ class HeadsLoss:
         """The weighted sum of (loss, items) over the heads."""
         losses, items = zip(*results, strict=True)
         return sum(map(torch.mul, losses, self.weights)), sum(map(torch.mul, items, self.weights))
-
-
-class BatchedHeadsLoss(HeadsLoss):
-    """The same of losses that prepare plans on the host and compute with them, as those of `loss_batched` do."""
-
-    def prepare(self, targets, shapes, image_size=None, padded=True, at_least=None):
-        """The plans of all heads in a row, on the host; arguments as for `BatchedLoss.prepare`.
-
-        `shapes` (batch, na, ny, nx, any) of the levels; `at_least` has one entry for each plan.
-        """
-        at_least = self._by_head(at_least) if at_least else [None] * len(self.losses)
-        plans = []
-        for compute, own, sizes in zip(self.losses, self.route(targets.cpu()), at_least, strict=True):
-            levels = [(*shape[:4], 5 + compute.head.nc) for shape in shapes]
-            plans += compute.prepare(own, levels, image_size, padded, sizes)
-        return plans
-
-    def compute(self, predictions, plans):
-        """Loss [1] and items [4] of `predictions` with the `plans` of all heads on their device."""
-        heads = zip(self.losses, self.own_columns(predictions), self._by_head(plans), strict=True)
-        return self.total([compute.compute(maps, own) for compute, maps, own in heads])
-
-    def _by_head(self, values):
-        """A list with one entry for each plan, cut into a list for each head."""
-        share = len(values) // len(self.losses)
-        return [values[start : start + share] for start in range(0, len(values), share)]
 
 
 class Route:
@@ -129,11 +118,3 @@ def in_float32(maps):
 def has_several_heads(model):
     """Whether the last layer of `model` is a MultiHeadDetect."""
     return hasattr(getattr(model, "module", model).model[-1], "head_classes")
-
-
-def route_losses(model, make_loss):
-    """The loss of a model with several heads, of losses that `make_loss(model)` makes."""
-    routed = HeadsLoss(model, make_loss)
-    if all(hasattr(own, "prepare") for own in routed.losses):
-        routed = BatchedHeadsLoss(model, make_loss)
-    return routed

@@ -94,14 +94,22 @@ def box_iou(boxes1_xyxy, boxes2_xyxy):
     return paired_iou(boxes1_xyxy[:, None], boxes2_xyxy[None])
 
 
-def paired_iou(boxes1_xyxy, boxes2_xyxy):
-    """Plain IoU of boxes [... x 4] with their partners [... x 4], shapes broadcast (torch, no epsilon)."""
-    left_top = torch.max(boxes1_xyxy[..., :2], boxes2_xyxy[..., :2])
-    right_bottom = torch.min(boxes1_xyxy[..., 2:4], boxes2_xyxy[..., 2:4])
-    intersection = (right_bottom - left_top).clamp(min=0).prod(-1)
-    area1 = (boxes1_xyxy[..., 2:4] - boxes1_xyxy[..., :2]).prod(-1)
-    area2 = (boxes2_xyxy[..., 2:4] - boxes2_xyxy[..., :2]).prod(-1)
-    return intersection / (area1 + area2 - intersection)
+def box_area(boxes_xyxy):
+    """Areas [...] of corners [... x 4] (torch)."""
+    return (boxes_xyxy[..., 2] - boxes_xyxy[..., 0]) * (boxes_xyxy[..., 3] - boxes_xyxy[..., 1])
+
+
+def paired_iou(boxes1_xyxy, boxes2_xyxy, area1=None, area2=None):
+    """Plain IoU of boxes [... x 4] with their partners [... x 4], shapes broadcast (torch, no epsilon).
+
+    `area1`, `area2` [...] spare computing them, where a box has many partners.
+    """
+    area1 = box_area(boxes1_xyxy) if area1 is None else area1
+    area2 = box_area(boxes2_xyxy) if area2 is None else area2
+    sides = torch.min(boxes1_xyxy[..., 2:4], boxes2_xyxy[..., 2:4])
+    sides.sub_(torch.max(boxes1_xyxy[..., :2], boxes2_xyxy[..., :2])).clamp_(min=0)
+    intersection = sides[..., 0] * sides[..., 1]
+    return intersection / (area1 + area2).sub_(intersection)
 
 
 def complete_iou(predicted_xywh, target_xywh, eps=1e-7):

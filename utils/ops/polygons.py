@@ -1,8 +1,8 @@
-"""Many polygons in one array, and the boxes round what an output picture shows of them.
+"""Many polygons in one array, and the boxes round what an output image shows of them.
 
-Stock walks 1000 points along each outline and takes the extremes of those inside the picture. Along an edge x and y
+Stock walks 1000 points along each outline and takes the extremes of those inside the image. Along an edge x and y
 only rise or only fall, so the first and the last point on it tell as much as all between them, unless the border of
-the picture cuts the edge; only there all of them are looked at. The boxes are the same.
+the image cuts the edge; only there all of them are looked at. The boxes are the same.
 """
 
 from collections.abc import Sequence
@@ -77,7 +77,7 @@ def edge_table(num_vertices):
 
 
 def outline_boxes(polygons, move, width, height):
-    """Boxes round the points of each outline that `move` takes into a `width` x `height` picture [4 x n, xyxy].
+    """Boxes round the points of each outline that `move` takes into a `width` x `height` image [4 x n, xyxy].
 
     `move` maps points, x and y as rows [2 x k], and is affine. No polygon is empty or has more than MAX_VERTICES. An
     outline that is not seen has an infinite box.
@@ -104,7 +104,7 @@ def outline_boxes(polygons, move, width, height):
 
 
 def _extremes_of_cut(edges, corner, side, move, limit):
-    """Lowest and highest [2 x e each] of the points inside on edges that the border of the picture cuts.
+    """Lowest and highest [2 x e each] of the points inside on edges that the border of the image cuts.
 
     `edges` [4 x e] are rows of their `edge_table`; all points of each edge are looked at, one edge after the other.
     """

@@ -1,0 +1,69 @@
+"""Capturing work in CUDA graphs, and padding its inputs so that one graph serves batches of changing size.
+
+A graph reads and writes fixed tensors of fixed sizes. It is captured once for a graph key (whatever changes the work:
+shapes, types, settings) after `WARM_UP_CALLS` ordinary calls. Then each replay copies new inputs over the ones it reads.
+"""
+
+import gc
+
+import torch
+
+WARM_UP_CALLS = 3  # before the first capture: cuDNN chooses its kernels, and all state comes to exist
+MAX_KEYS = 8  # graph keys of one user; further ones go without a graph
+CROWDED_RATIO = 1.5  # times the work of the padded sizes: such a batch goes without a graph,
+MAX_CROWDED = 20  # unless there were so many of them: then the graph is enlarged
+
+
+def record(body, pool=None, stream=None):
+    """Capture `body`; returns the graph and what `body` returned, which each replay writes anew."""
+    gc.collect()  # a graph that is gone must not be cleaned up in the midst of this
+    graph, outer = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+            result = body()
+    finally:
+        torch.cuda.set_stream(outer)  # torch does not go back to it after a capture that failed
+    return graph, result
+
+
+class Captured:
+    """A graph of `body`, the tensors `inputs` that it reads, and `outputs`, what `body` returned at the capture."""
+
+    def __init__(self, record, body, inputs):
+        self.inputs = inputs
+        self.graph, self.outputs = record(body)
+
+    def replay(self, new_inputs):
+        """Queue the work on `new_inputs`, tensors like `inputs`; returns `outputs`, valid until the next replay."""
+        for mine, new in zip(self.inputs, new_inputs, strict=True):
+            mine.copy_(new, non_blocking=True)
+        self.graph.replay()
+        return self.outputs
+
+
+class PaddedSizes:
+    """The sizes that the inputs of one graph key are padded to, one for each input; None before the first `grow`.
+
+    A size knows `with_spare()`, itself with room for larger inputs to come, and `work`, what a replay of it costs.
+    """
+
+    def __init__(self):
+        self.sizes, self.num_crowded = None, 0
+
+    def fits(self, sizes):
+        return sizes == self.sizes
+
+    def grow(self, sizes):
+        """Make room for inputs of `sizes` and larger ones."""
+        self.sizes, self.num_crowded = [size.with_spare() for size in sizes], 0
+
+    def is_crowded(self, sizes, max_work):
+        """Whether a batch is not worth a larger graph. Such batches are counted; when they are many, it is."""
+        if max(size.work for size in sizes) > max_work:
+            return True
+        if self.sizes is None or all(
+            size.work <= CROWDED_RATIO * mine.work for size, mine in zip(sizes, self.sizes, strict=True)
+        ):
+            return False
+        self.num_crowded += 1
+        return self.num_crowded <= MAX_CROWDED
