@@ -10,7 +10,8 @@ from tests.step_cases import assert_equal_runs, batches, new_training
 from utils.fast import graph_step
 from utils.fast.graph_step import GraphSteps
 from utils.fast.train_step import FastSteps
-from utils.loss import batched_assigner, graphed
+from utils.loss import batched_assigner, candidates
+from utils.ops import cuda_graph
 
 ON_GPU = torch.device("cuda")
 
@@ -46,7 +47,7 @@ class OnCPU(GraphSteps):
 def crowds_are_rare(request, monkeypatch):
     """The random batches differ a lot in size; only the tests about crowds tell them apart."""
     if "crowded" not in request.node.name:
-        monkeypatch.setattr(graphed, "CROWDED", 1000.0)
+        monkeypatch.setattr(cuda_graph, "CROWDED_RATIO", 1000.0)
 
 
 def compare(kind, num_steps=24, sizes=(step_cases.BATCH,), interval=4, **options):
@@ -72,17 +73,18 @@ def test_each_image_shape_has_its_graphs():
 
 
 def test_too_many_shapes_are_trained_without_a_graph(monkeypatch):
-    monkeypatch.setattr(graph_step, "MOST_SHAPES", 1)
+    monkeypatch.setattr(graph_step, "MAX_KEYS", 1)
     steps = compare(OnCPU, sizes=(4, 2), num_steps=12)
     assert len(steps.shapes) == 1 and steps.counts["ordinary"] == 3 + 6
 
 
-def test_room_grows_with_the_batches(monkeypatch):
-    monkeypatch.setattr(graphed, "SPARE", 1.0)
+def test_padded_sizes_grow_with_the_batches(monkeypatch):
+    monkeypatch.setattr(candidates, "SPARE", 1.0)
     steps = compare(OnCPU)
     (shape,) = steps.shapes.values()
     assert steps.counts["captured"] > 2 and len(shape.graphs) <= 2
-    assert all(captured.plans[0].sizes == shape.room.sizes[0] for captured in shape.graphs.values())
+    length = len(candidates._empty_buffer(shape.padded.sizes[0], pinned=False))
+    assert all(len(captured.inputs[1]) == length for captured in shape.graphs.values())
 
 
 def test_crowded_batches_go_without():
@@ -96,7 +98,7 @@ def test_crowded_batches_go_without():
 
 
 def test_many_crowded_batches_enlarge_the_graph(monkeypatch):
-    monkeypatch.setattr(graphed, "FEW", 1)
+    monkeypatch.setattr(cuda_graph, "MAX_CROWDED", 1)
     steps = OnCPU(new_training(batched=True))
     steps.begin_epoch()
     given = list(batches(6))
@@ -107,7 +109,7 @@ def test_many_crowded_batches_enlarge_the_graph(monkeypatch):
 
 
 def test_more_pairs_than_a_graph_can_take(monkeypatch):
-    monkeypatch.setattr(batched_assigner, "FLAT_PAIRS", 1)
+    monkeypatch.setattr(batched_assigner, "MAX_PAIRS", 1)
     steps = OnCPU(new_training(batched=True))
     steps.begin_epoch()
     for i, batch in enumerate(batches(5)):

@@ -9,29 +9,31 @@ from tests import loss_cases, small_run
 from tests.loss_cases import AUXILIARY, KINDS, ORDINARY, model_with_head, random_case
 from tests.parity import check
 from utils.loss.batched import CLASSES, BatchedLoss, BatchedLossAuxOTA, BatchedLossOTA
-from utils.loss.criterion import ComputeLoss, ComputeLossAuxOTA, ComputeLossOTA, build_losses, losses_by_epoch
+from utils.loss.criterion import (
+    REFERENCE,
+    ComputeLoss,
+    ComputeLossAuxOTA,
+    ComputeLossOTA,
+    build_losses,
+    losses_by_epoch,
+)
 from utils.plots import run
 
 VALUES = "train: losses, batched"
 GRADIENTS = "train: gradients, batched"
-TWINS = [(ComputeLoss, BatchedLoss), (ComputeLossOTA, BatchedLossOTA)]
-AUXILIARY_TWINS = (ComputeLossAuxOTA, BatchedLossAuxOTA)
+PAIRS = [(ComputeLoss, BatchedLoss), (ComputeLossOTA, BatchedLossOTA)]
+AUXILIARY_PAIR = (ComputeLossAuxOTA, BatchedLossAuxOTA)
 
 
 def with_gradients(loss_class, case, targets=None):
     loss, items = loss_class(case.model)(case.predictions, case.targets if targets is None else targets, case.images)
-    used = case.predictions if loss_class in AUXILIARY_TWINS else case.predictions[: case.num_layers]
+    used = case.predictions if loss_class in AUXILIARY_PAIR else case.predictions[: case.num_layers]
     return loss, items, *torch.autograd.grad(loss, used)
 
 
-def with_padding(loss_class, case):
-    """The same with fixed shapes: all pairs in one list, every candidate in every sum."""
-    compute_loss = loss_class(case.model)
+def prepared(compute_loss, case, at_least=None):
     shapes = [prediction.shape for prediction in case.predictions[: case.num_layers]]
-    plans = compute_loss.prepare(case.targets, shapes, case.size)
-    loss, items = compute_loss.compute(case.predictions, [plan.to(case.images.device) for plan in plans])
-    used = case.predictions if loss_class in AUXILIARY_TWINS else case.predictions[: case.num_layers]
-    return loss, items, *torch.autograd.grad(loss, used)
+    return compute_loss.prepare(case.targets.cpu(), shapes, case.size, at_least=at_least)
 
 
 def assert_equal(actual, expected, rtol=1e-5):
@@ -86,19 +88,18 @@ def test_golden_on_cuda():
 
 def check_random(seed, kind, device, precision=None):
     case = random_case(seed, kind, device, auxiliary=seed % 3 == 0)
-    for reference, batched in [*TWINS, AUXILIARY_TWINS] if seed % 3 == 0 else TWINS:
+    for reference, batched in [*PAIRS, AUXILIARY_PAIR] if seed % 3 == 0 else PAIRS:
         with torch.autocast(device, precision, enabled=precision is not None):
             expected = with_gradients(reference, case)
             if kind == "saturated":
-                expected = with_exact_slopes_of_centres(reference, case, expected)
+                expected = with_exact_gradients_of_centres(reference, case, expected)
             assert_equal(with_gradients(batched, case), expected)
-            assert_equal(with_padding(batched, case), expected)
 
 
-def with_exact_slopes_of_centres(reference, case, values):
-    """`values` with the slopes of x and y from a computation in float64.
+def with_exact_gradients_of_centres(reference, case, values):
+    """`values` with the gradients of x and y from a computation in float64.
 
-    The slope of the width of a box of no size is huge. The reference subtracts it from itself where the centre moves
+    The gradient of the width of a box of no size is huge. The reference subtracts it from itself where the centre moves
     both edges, and in float32 what remains is noise.
     """
     exact = [prediction.detach().double().requires_grad_() for prediction in case.predictions]
@@ -124,13 +125,13 @@ def test_random_batches_on_cuda(kind, precision):
 def check_low_precision(seed, device, dtype):
     case = random_case(seed, "ordinary", device)
     case.predictions = [prediction.detach().to(dtype).requires_grad_() for prediction in case.predictions]
-    for reference, batched in TWINS:
+    for reference, batched in PAIRS:
         with torch.autocast(device, dtype):
             expected = with_gradients(reference, case)
-            for found in (with_gradients(batched, case), with_padding(batched, case)):
-                # in bfloat16 the reference rounds parts of the loss, on a CPU the cross-entropy of the classes too
-                assert_equal(found[:2], expected[:2], rtol=1e-4 if dtype is torch.float16 else 4e-3)
-                assert_equal(found[2:], expected[2:], rtol=0.02)  # sums of rounded shares, rounded again
+            found = with_gradients(batched, case)
+            # in bfloat16 the reference rounds parts of the loss, on a CPU the cross-entropy of the classes too
+            assert_equal(found[:2], expected[:2], rtol=1e-4 if dtype is torch.float16 else 4e-3)
+            assert_equal(found[2:], expected[2:], rtol=0.02)  # sums of rounded shares, rounded again
 
 
 def test_low_precision_predictions_under_autocast():
@@ -151,20 +152,19 @@ def test_low_precision_predictions_under_autocast_on_cuda(dtype):
 @pytest.mark.parametrize("batched", [BatchedLoss, BatchedLossOTA])
 def test_a_layer_without_matches_gives_finite_zero_gradients(batched):
     case = random_case(1, "no targets")
-    _, items, *gradients = with_padding(batched, case)
+    _, items, *gradients = with_gradients(batched, case)
     assert items[0] == items[2] == 0 and items[1] > 0
     for gradient in gradients:
         assert gradient[..., 4].abs().sum() > 0
         assert gradient[..., :4].abs().sum() == 0 and gradient[..., 5:].abs().sum() == 0
 
 
-def test_plans_of_similar_batches_have_equal_sizes_and_replace_each_other():
+def test_candidates_of_similar_batches_have_equal_sizes_and_replace_each_other():
     first, second = random_case(0, "ordinary"), random_case(0, "ordinary")
     second.targets = second.targets.flip(0)[1:]
     compute_loss = BatchedLossOTA(first.model)
-    shapes = [prediction.shape for prediction in first.predictions]
-    (static,), (other,) = (compute_loss.prepare(case.targets, shapes, case.size) for case in (first, second))
-    (grown,) = compute_loss.prepare(second.targets, shapes, second.size, at_least=[static.sizes])
+    (static,), (other,) = prepared(compute_loss, first), prepared(compute_loss, second)
+    (grown,) = prepared(compute_loss, second, [static.sizes])
     assert static.sizes == grown.sizes.or_more(other.sizes)
     expected = compute_loss.compute(second.predictions, [other])[1]
     assert compute_loss.compute(second.predictions, [static])[1].tolist() != expected.tolist()
@@ -174,9 +174,9 @@ def test_plans_of_similar_batches_have_equal_sizes_and_replace_each_other():
 def check_compiled(device, backend):
     case = random_case(0, "ordinary", device)
     compute_loss = BatchedLossOTA(case.model)
-    plans = [plan.to(case.images.device) for plan in static_plans(compute_loss, case)]
+    candidate_sets = [candidates.to(case.images.device) for candidates in prepared(compute_loss, case)]
     compiled = torch.compile(compute_loss.compute, backend=backend, fullgraph=True)
-    loss, items = compiled(case.predictions, plans)
+    loss, items = compiled(case.predictions, candidate_sets)
     gradients = torch.autograd.grad(loss, case.predictions)
     assert_equal((loss, items, *gradients), with_gradients(ComputeLossOTA, case))
 
@@ -191,13 +191,13 @@ def test_compiles_without_a_break_on_cuda():
     check_compiled("cuda", "inductor")
 
 
-def test_a_plan_of_other_sizes_is_refused():
+def test_candidates_of_other_sizes_are_refused():
     case = random_case(0, "ordinary")
     compute_loss = BatchedLoss(case.model)
-    shapes = [prediction.shape for prediction in case.predictions]
-    (padded,), (exact,) = (compute_loss.prepare(case.targets, shapes, padded=choice) for choice in (True, False))
+    (candidates,) = prepared(compute_loss, case)
+    (larger,) = prepared(compute_loss, case, [candidates.sizes.with_spare()])
     with pytest.raises(ValueError, match="cannot hold"):
-        padded.copy_(exact)
+        candidates.copy_(larger)
 
 
 def test_ota_without_images_is_refused():
@@ -216,11 +216,6 @@ def test_anchors_may_change_in_place():
     torch.testing.assert_close(after, ComputeLoss(case.model)(case.predictions, case.targets)[1])
 
 
-def static_plans(compute_loss, case, at_least=None):
-    shapes = [prediction.shape for prediction in case.predictions[: case.num_layers]]
-    return compute_loss.prepare(case.targets.cpu(), shapes, case.size, at_least=at_least)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("batched", [BatchedLoss, BatchedLossOTA, BatchedLossAuxOTA])
 def test_forward_and_backward_never_wait(batched):
@@ -232,20 +227,20 @@ def test_forward_and_backward_never_wait(batched):
     torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.autocast("cuda", torch.float16):
-            loss, _ = compute_loss(case.predictions, targets, case.images)  # the whole call: plan, copy, loss
+            loss, _ = compute_loss(case.predictions, targets, case.images)  # the whole call: candidates, copy, loss
         loss.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("reference, batched", [*TWINS, AUXILIARY_TWINS])
+@pytest.mark.parametrize("reference, batched", [*PAIRS, AUXILIARY_PAIR])
 def test_cuda_graph(reference, batched):
     case, other = (random_case(3, kind, "cuda", auxiliary=True) for kind in ("ordinary", "empty images"))
     compute_loss = batched(case.model)
-    plans, replacements = static_plans(compute_loss, case), static_plans(compute_loss, other)
-    sizes = [a.sizes.or_more(b.sizes) for a, b in zip(plans, replacements, strict=True)]
-    static = [plan.to(case.images.device) for plan in static_plans(compute_loss, case, sizes)]
+    both = zip(prepared(compute_loss, case), prepared(compute_loss, other), strict=True)
+    sizes = [mine.sizes.or_more(theirs.sizes) for mine, theirs in both]
+    static = [candidates.to(case.images.device) for candidates in prepared(compute_loss, case, sizes)]
     predictions = [prediction.detach().clone().requires_grad_() for prediction in case.predictions]
     used = predictions if batched is BatchedLossAuxOTA else predictions[: case.num_layers]
 
@@ -265,8 +260,8 @@ def test_cuda_graph(reference, batched):
     for now in (case, other, case):
         for prediction, values in zip(predictions, now.predictions, strict=True):
             prediction.data.copy_(values.detach())
-        for plan, new in zip(static, static_plans(compute_loss, now, sizes), strict=True):
-            plan.copy_(new)
+        for candidates, new in zip(static, prepared(compute_loss, now, sizes), strict=True):
+            candidates.copy_(new)
         graph.replay()
         assert_equal(captured, with_gradients(reference, now))
 
@@ -292,7 +287,7 @@ def test_the_batched_losses_are_chosen_by_the_same_rule(hyp, auxiliary, training
 
 
 @pytest.mark.parametrize(
-    "classes, plain, ota", [(None, ComputeLoss, ComputeLossOTA), (CLASSES, BatchedLoss, BatchedLossOTA)]
+    "classes, plain, ota", [(REFERENCE, ComputeLoss, ComputeLossOTA), (CLASSES, BatchedLoss, BatchedLossOTA)]
 )
 def test_ota_in_the_last_epochs(classes, plain, ota):
     loss_of_epoch, _ = losses_by_epoch(small_model(loss_ota=0), 5, classes, ota_last=2)

@@ -1,10 +1,10 @@
-"""Values and slopes in closed form, against autograd and by hand."""
+"""Values and gradients in closed form, against autograd and by hand."""
 
 import pytest
 import torch
 
 from utils.loss import criterion
-from utils.loss.gradients import KnownSlopes, binary_loss, binary_loss_change, complete_iou, zeros
+from utils.loss.gradients import KnownGradients, binary_loss, binary_loss_change, complete_iou
 from utils.ops import boxes
 
 SETTINGS = [(1.0, 0.0), (0.7, 0.0), (1.0, 1.5), (1.3, 0.5)]
@@ -38,16 +38,16 @@ def test_binary_loss_change(weight, gamma, before):
 
 
 def test_binary_loss_by_hand():
-    value, slope = binary_loss(torch.zeros(1), 1.0)
-    assert value.item() == pytest.approx(0.6931472) and slope.item() == -0.5
-    value, slope = binary_loss(torch.tensor([100.0, -100.0]), 0.0)
-    assert value.tolist() == pytest.approx([100.0, 0.0]) and slope.tolist() == pytest.approx([1.0, 0.0])
+    value, gradient = binary_loss(torch.zeros(1), 1.0)
+    assert value.item() == pytest.approx(0.6931472) and gradient.item() == -0.5
+    value, gradient = binary_loss(torch.tensor([100.0, -100.0]), 0.0)
+    assert value.tolist() == pytest.approx([100.0, 0.0]) and gradient.tolist() == pytest.approx([1.0, 0.0])
 
 
-def test_focal_slopes_of_saturated_logits_are_finite():
+def test_focal_gradients_of_saturated_logits_are_finite():
     for label in (0.0, 1.0):
-        _, slope = binary_loss(torch.tensor([-200.0, 200.0]), label, focal_gamma=0.5)
-        assert slope.isfinite().all()
+        _, gradient = binary_loss(torch.tensor([-200.0, 200.0]), label, focal_gamma=0.5)
+        assert gradient.isfinite().all()
 
 
 def iou_by_autograd(mine, true):
@@ -72,7 +72,7 @@ def test_complete_iou(spread):
 
 
 def test_complete_iou_of_coinciding_edges():
-    """Equal boxes, shared edges, a shared middle: where autograd halves a slope."""
+    """Equal boxes, shared edges, a shared middle: where autograd halves a gradient."""
     true = torch.tensor([[2.0, 2.0, 2.0, 2.0]]).repeat(4, 1)
     mine = torch.tensor([[2.0, 2, 2, 2], [1.5, 2, 1, 2], [2, 2, 1, 2], [2.5, 2.5, 1, 1]])
     for found, expected in zip(iou_in_closed_form(mine, true), iou_by_autograd(mine, true), strict=True):
@@ -81,18 +81,18 @@ def test_complete_iou_of_coinciding_edges():
 
 def test_touching_boxes_do_not_overlap():
     true, mine = torch.tensor([[2.0, 2, 2, 2]]), torch.tensor([[4.0, 2, 2, 2], [4.5, 2, 2, 2]])
-    overlap, slopes = iou_in_closed_form(mine, true.repeat(2, 1))
+    overlap, gradients = iou_in_closed_form(mine, true.repeat(2, 1))
     assert overlap[0].item() == pytest.approx(-4 / 20)  # distance 2 squared over 4 x 2 enclosing
-    assert slopes[0, 0].item() == pytest.approx(-2 * 2 / 20 + 2 * 4 * 4 / 400)  # of the distance alone
-    assert slopes[0, 1] == 0
+    assert gradients[0, 0].item() == pytest.approx(-2 * 2 / 20 + 2 * 4 * 4 / 400)  # of the distance alone
+    assert gradients[0, 1] == 0
 
 
-def test_known_slopes_are_written_where_they_belong():
+def test_known_gradients_are_written_where_they_belong():
     predictions = [torch.randn(1, 1, 2, 2, 7, requires_grad=True), torch.randn(1, 1, 1, 1, 7, requires_grad=True)]
     rows = torch.arange(21.0).view(3, 7)
     objectness = torch.tensor([1.0, 2, 3, 4, 5])
     value = torch.tensor([7.0])
-    result = KnownSlopes.apply(value, torch.tensor([3, 1, 4]), rows, objectness, *predictions)
+    result = KnownGradients.apply(value, torch.tensor([3, 1, 4]), rows, objectness, *predictions)
     assert result.item() == 7
     first, second = torch.autograd.grad(result * 2, predictions)
     expected = torch.zeros(4, 7)
@@ -102,18 +102,10 @@ def test_known_slopes_are_written_where_they_belong():
     assert second.flatten().tolist() == [28, 30, 32, 34, 2 * (18 + 5), 38, 40]
 
 
-def test_known_slopes_in_low_precision_are_scaled_before_they_are_rounded():
+def test_known_gradients_in_low_precision_are_scaled_before_they_are_rounded():
     prediction = torch.zeros(1, 1, 1, 1, 6, dtype=torch.float16, requires_grad=True)
     tiny = torch.full((1, 6), 1e-9)  # 0 in float16
-    result = KnownSlopes.apply(torch.zeros(1), torch.tensor([0]), tiny, torch.zeros(1), prediction)
+    result = KnownGradients.apply(torch.zeros(1), torch.tensor([0]), tiny, torch.zeros(1), prediction)
     (gradient,) = torch.autograd.grad(result * 65536, prediction)
     assert gradient.dtype == torch.float16
     torch.testing.assert_close(gradient.float().flatten(), torch.full((6,), 6.5536e-5), rtol=1e-3, atol=0)
-
-
-def test_zeros():
-    for dtype in (torch.float32, torch.float16):
-        values = zeros((3, 5), dtype, torch.device("cpu"))
-        assert values.shape == (3, 5) and values.dtype == dtype and not values.any()
-        values.add_(1)  # writable
-    assert zeros((0, 5), torch.float32, torch.device("cpu")).shape == (0, 5)

@@ -6,9 +6,10 @@ import torch
 from tests.loss_cases import random_case
 from utils.loss import graphed
 from utils.loss.batched import BatchedLoss, BatchedLossAuxOTA, BatchedLossOTA
-from utils.loss.candidates import Sizes
 from utils.loss.criterion import ComputeLossAuxOTA, ComputeLossOTA
-from utils.loss.graphed import ORDINARY_CALLS, LossGraphs, Room
+from utils.loss.graphed import LossGraphs
+from utils.ops import cuda_graph
+from utils.ops.cuda_graph import WARM_UP_CALLS
 
 KINDS = [BatchedLoss, BatchedLossOTA, BatchedLossAuxOTA]
 
@@ -43,7 +44,7 @@ class OnCPU(LossGraphs):
 
 def new_loss(kind, case, graphs=OnCPU):
     compute_loss = kind(case.model)
-    compute_loss.graphs = graphs(compute_loss.learn)
+    compute_loss.graphs = graphs(compute_loss.loss_and_gradients)
     return compute_loss
 
 
@@ -55,28 +56,28 @@ def other_values(case, seed):
 
 
 def forward(compute_loss, case, predictions, targets):
-    """As the loss is called on a GPU, with padded plans."""
+    """As the loss is called on a GPU, with its graphs."""
     if case.images.device.type == "cuda":
         return compute_loss(predictions, targets, case.images)
     graph = compute_loss.graphs.find(predictions, compute_loss._settings())
     shapes = [prediction.shape for prediction in predictions[: case.num_layers]]
-    plans = compute_loss.prepare(targets, shapes, case.size, at_least=graph and graph.room.sizes)
-    return compute_loss.compute(predictions, plans, graph)
+    candidate_sets = compute_loss.prepare(targets, shapes, case.size, at_least=graph and graph.padded.sizes)
+    return compute_loss.compute(predictions, candidate_sets, graph)
 
 
-def slopes(loss, predictions):
+def gradients(loss, predictions):
     return [g for g in torch.autograd.grad(loss, predictions, allow_unused=True) if g is not None]
 
 
 def without_graph(kind, case, predictions, targets):
-    loss, items = kind(case.model).compute(predictions, plans_for(kind, case, targets))
-    return loss, items, *slopes(loss, predictions)
+    loss, items = kind(case.model).compute(predictions, prepared(kind, case, targets))
+    return loss, items, *gradients(loss, predictions)
 
 
-def plans_for(kind, case, targets):
+def prepared(kind, case, targets):
     shapes = [prediction.shape for prediction in case.predictions[: case.num_layers]]
-    plans = kind(case.model).prepare(targets, shapes, case.size)
-    return [plan.to(case.images.device) for plan in plans]
+    candidate_sets = kind(case.model).prepare(targets, shapes, case.size)
+    return [candidates.to(case.images.device) for candidates in candidate_sets]
 
 
 def check_steps(kind, device, precision=None, num_steps=8):
@@ -90,7 +91,7 @@ def check_steps(kind, device, precision=None, num_steps=8):
                 values = other_values(case, step % 3)
                 done.append((case, values, forward(compute_loss, case, *values)))
         for case, (predictions, targets), (loss, items) in done:
-            found = loss, items, *slopes(loss, predictions)
+            found = loss, items, *gradients(loss, predictions)
             for mine, wanted in zip(found, without_graph(kind, case, predictions, targets), strict=True):
                 torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-5 * wanted.float().abs().max().item())
     return losses
@@ -102,22 +103,22 @@ def test_replays_equal_the_loss_without_a_graph(kind):
         assert compute_loss.graphs.counts == {"replayed": 5, "captured": 1, "ordinary": 3}
 
 
-def one_kind(case, kind=BatchedLossOTA, graphs=OnCPU):
+def captured_loss(case, kind=BatchedLossOTA, graphs=OnCPU):
     """A loss that has captured its graph for `case`."""
     compute_loss = new_loss(kind, case, graphs)
-    for _ in range(ORDINARY_CALLS + 1):
+    for _ in range(WARM_UP_CALLS + 1):
         forward(compute_loss, case, case.predictions, case.targets)
     return compute_loss
 
 
 def test_shapes_precision_and_settings_have_graphs_of_their_own(monkeypatch):
-    monkeypatch.setattr(graphed, "MOST_KINDS", 3)
+    monkeypatch.setattr(graphed, "MAX_KEYS", 3)
     case = random_case(3, "ordinary")
-    compute_loss = one_kind(case)
+    compute_loss = captured_loss(case)
     assert compute_loss.graphs.counts["captured"] == 1
     compute_loss.hyp["box"] *= 2
     expected = without_graph(BatchedLossOTA, case, case.predictions, case.targets)
-    for _ in range(ORDINARY_CALLS + 1):
+    for _ in range(WARM_UP_CALLS + 1):
         found = forward(compute_loss, case, case.predictions, case.targets)
     torch.testing.assert_close(found[1], expected[1])
     assert compute_loss.graphs.counts["captured"] == 2
@@ -128,12 +129,12 @@ def test_shapes_precision_and_settings_have_graphs_of_their_own(monkeypatch):
 
 def test_a_larger_batch_is_captured_again_and_a_crowded_one_is_not(monkeypatch):
     case = random_case(3, "ordinary")
-    compute_loss = one_kind(case)
+    compute_loss = captured_loss(case)
     crowd = case.targets.repeat(8, 1)
     for _ in range(2):
         forward(compute_loss, case, case.predictions, crowd)
     assert compute_loss.graphs.counts == {"replayed": 1, "captured": 1, "ordinary": 5}
-    monkeypatch.setattr(graphed, "CROWDED", 1000.0)
+    monkeypatch.setattr(cuda_graph, "CROWDED_RATIO", 1000.0)
     for _ in range(2):
         found = forward(compute_loss, case, case.predictions, crowd)
     assert compute_loss.graphs.counts == {"replayed": 2, "captured": 2, "ordinary": 6}
@@ -141,8 +142,8 @@ def test_a_larger_batch_is_captured_again_and_a_crowded_one_is_not(monkeypatch):
 
 
 def test_more_pairs_than_a_graph_keeps(monkeypatch):
-    monkeypatch.setattr(graphed, "MOST_PAIRS", 1)
-    assert one_kind(random_case(3, "ordinary")).graphs.counts == {"replayed": 0, "captured": 0, "ordinary": 4}
+    monkeypatch.setattr(graphed, "MAX_PAIRS", 1)
+    assert captured_loss(random_case(3, "ordinary")).graphs.counts == {"replayed": 0, "captured": 0, "ordinary": 4}
 
 
 def test_a_failed_capture_is_one_warning(caplog):
@@ -151,27 +152,12 @@ def test_a_failed_capture_is_one_warning(caplog):
             raise RuntimeError("operation not permitted\nmore text")
 
     case = random_case(3, "ordinary")
-    compute_loss = one_kind(case, graphs=Broken)
+    compute_loss = captured_loss(case, graphs=Broken)
     found = forward(compute_loss, case, case.predictions, case.targets)
     torch.testing.assert_close(found[1], without_graph(BatchedLossOTA, case, case.predictions, case.targets)[1])
     assert compute_loss.graphs.find(case.predictions, ()) is None
     (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
     assert "cannot be captured (operation not permitted)" in record.getMessage()
-
-
-def test_room():
-    class OfSize:
-        def __init__(self, pairs):
-            self.sizes = Sizes(64, (64, 64), 64, pairs)
-
-    room = Room()
-    assert not room.fits([OfSize(64)]) and not room.is_crowded([OfSize(10**6)], 10**7)
-    room.grow([OfSize(800)])
-    assert room.sizes == [Sizes(128, (128, 128), 128, 1024)]  # with a quarter more, rounded up
-    assert not room.is_crowded([OfSize(1536)], 10**7) and room.is_crowded([OfSize(1537)], 10**7)
-    assert room.is_crowded([OfSize(65)], 64)
-    room.num_crowded = graphed.FEW
-    assert not room.is_crowded([OfSize(1537)], 10**7)
 
 
 def test_on_a_cpu_there_is_no_graph():
@@ -194,13 +180,13 @@ def test_replays_on_cuda(kind, precision):
 @pytest.mark.parametrize("kind, reference", [(BatchedLossOTA, ComputeLossOTA), (BatchedLossAuxOTA, ComputeLossAuxOTA)])
 def test_replays_equal_the_reference_on_cuda(kind, reference):
     case = random_case(3, "ordinary", "cuda", auxiliary=True)
-    compute_loss = one_kind(case, kind, LossGraphs)
+    compute_loss = captured_loss(case, kind, LossGraphs)
     predictions, targets = other_values(case, 1)
     loss, items = forward(compute_loss, case, predictions, targets)
     assert compute_loss.graphs.counts["replayed"] == 2
     expected = reference(case.model)(predictions, targets.cuda(), case.images)
     torch.testing.assert_close((loss, items), expected, rtol=1e-5, atol=1e-6)
-    for found, wanted in zip(slopes(loss, predictions), slopes(expected[0], predictions), strict=True):
+    for found, wanted in zip(gradients(loss, predictions), gradients(expected[0], predictions), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
 
 
@@ -208,7 +194,7 @@ def test_replays_equal_the_reference_on_cuda(kind, reference):
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_replay_waits_for_the_gpu(kind):
     case = random_case(3, "ordinary", "cuda", auxiliary=True)
-    compute_loss = one_kind(case, kind, LossGraphs)
+    compute_loss = captured_loss(case, kind, LossGraphs)
     values = [other_values(case, seed) for seed in range(3)]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -225,8 +211,8 @@ def test_capturing_again_does_not_pile_up_memory():
     case = random_case(3, "ordinary", "cuda")
     compute_loss, used = new_loss(BatchedLossOTA, case, LossGraphs), []
     for _ in range(5):
-        compute_loss.graphs.kinds.clear()
-        for _ in range(ORDINARY_CALLS + 2):
+        compute_loss.graphs.by_key.clear()
+        for _ in range(WARM_UP_CALLS + 2):
             forward(compute_loss, case, case.predictions, case.targets.cpu())
         torch.cuda.synchronize()
         used.append(torch.cuda.memory_reserved())
@@ -236,7 +222,7 @@ def test_capturing_again_does_not_pile_up_memory():
 @pytest.mark.gpu
 def test_within_another_graph_there_is_none():
     case = random_case(3, "ordinary", "cuda")
-    compute_loss = one_kind(case, graphs=LossGraphs)
+    compute_loss = captured_loss(case, graphs=LossGraphs)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         assert compute_loss.graphs.find(case.predictions, compute_loss._settings()) is None
@@ -250,10 +236,10 @@ def test_after_a_failed_capture_on_cuda_all_goes_on():
             return super().record(lambda: torch.ones(1, device="cuda").item() and body())
 
     case, outer = random_case(3, "ordinary", "cuda"), torch.cuda.current_stream()
-    compute_loss = one_kind(case, graphs=Waiting)
+    compute_loss = captured_loss(case, graphs=Waiting)
     assert compute_loss.graphs.is_off and torch.cuda.current_stream() == outer
     assert not torch.cuda.is_current_stream_capturing()
     predictions, targets = other_values(case, 1)
     found = forward(compute_loss, case, predictions, targets)
     torch.testing.assert_close(found, without_graph(BatchedLossOTA, case, predictions, targets)[:2])
-    assert one_kind(case, graphs=LossGraphs).graphs.counts["replayed"] == 1
+    assert captured_loss(case, graphs=LossGraphs).graphs.counts["replayed"] == 1

@@ -7,9 +7,9 @@ from tests.heads_cases import ARRAYS, GROUPINGS, filled, outputs, small_model
 from tests.parity import check
 from tests.tiny_model import tiny_model
 from utils.loss import batched
-from utils.loss.batched import BatchedLoss, BatchedLossOTA
-from utils.loss.criterion import ComputeLoss, ComputeLossOTA, losses_by_epoch, reference
-from utils.loss.multi_head import BatchedHeadsLoss, HeadsLoss, in_float32, level_shapes, route_losses
+from utils.loss.batched import BatchedHeadsLoss, BatchedLoss, BatchedLossOTA
+from utils.loss.criterion import REFERENCE, ComputeLoss, ComputeLossOTA, losses_by_epoch
+from utils.loss.multi_head import HeadsLoss, in_float32, level_shapes
 
 TARGETS = torch.from_numpy(ARRAYS["targets"])
 # image, class, x, y, w, h: classes 2 and 0 belong to the first head, 1 to the second
@@ -23,11 +23,11 @@ IMAGES = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("name", GROUPINGS)
-@pytest.mark.parametrize("kind", [ComputeLoss, BatchedLoss])
-def test_golden_losses(name, kind):
+@pytest.mark.parametrize(("heads_loss", "kind"), [(HeadsLoss, ComputeLoss), (BatchedHeadsLoss, BatchedLoss)])
+def test_golden_losses(name, heads_loss, kind):
     model = filled(name)
     _, maps = outputs(model)
-    compute_loss = route_losses(model, kind)
+    compute_loss = heads_loss(model, kind)
     loss, items = compute_loss(maps, TARGETS)
     for array, value in (("loss", loss), ("loss_items", items), ("loss_empty", compute_loss(maps, TARGETS[:0])[0])):
         check("loss: several heads", f"{name}:{array}", value, ARRAYS[f"{name}:{array}"], rtol=1e-5)
@@ -52,15 +52,14 @@ def gradient_of(model, compute):
 )
 def test_batched_losses_give_the_same(plain, fast, changes):
     model = small_model(**changes)
-    slow, quick = route_losses(model, plain), route_losses(model, fast)
-    assert type(slow) is HeadsLoss and type(quick) is BatchedHeadsLoss
+    slow, quick = HeadsLoss(model, plain), BatchedHeadsLoss(model, fast)
     expected = gradient_of(model, lambda maps: slow(maps, SMALL_TARGETS, IMAGES))
     called = gradient_of(model, lambda maps: quick(maps, SMALL_TARGETS, IMAGES))
 
     def in_two_steps(maps):
-        plans = quick.prepare(SMALL_TARGETS, level_shapes(maps), (64, 64))
-        assert len(plans) == 2 and all(plan.padded for plan in plans)
-        return quick.compute(maps, plans)
+        candidate_sets = quick.prepare(SMALL_TARGETS, level_shapes(maps), (64, 64))
+        assert len(candidate_sets) == 2
+        return quick.compute(maps, candidate_sets)
 
     prepared = gradient_of(model, in_two_steps)
     for loss, items, gradients in (called, prepared):
@@ -70,18 +69,18 @@ def test_batched_losses_give_the_same(plain, fast, changes):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
-def test_plans_can_be_made_as_large_as_others():
-    compute_loss = route_losses(small_model(), BatchedLoss)
+def test_candidates_can_be_made_as_large_as_others():
+    compute_loss = BatchedHeadsLoss(small_model(), BatchedLoss)
     shapes = [(2, 2, size, size, 99) for size in (8, 4, 2)]
-    plans = compute_loss.prepare(SMALL_TARGETS.repeat(40, 1), shapes)
-    smaller = compute_loss.prepare(SMALL_TARGETS, shapes, at_least=[plan.sizes for plan in plans])
-    assert [plan.sizes for plan in smaller] == [plan.sizes for plan in plans]
-    for old, new in zip(plans, smaller, strict=True):
+    many = compute_loss.prepare(SMALL_TARGETS.repeat(40, 1), shapes)
+    few = compute_loss.prepare(SMALL_TARGETS, shapes, at_least=[candidates.sizes for candidates in many])
+    assert [candidates.sizes for candidates in few] == [candidates.sizes for candidates in many]
+    for old, new in zip(many, few, strict=True):
         old.copy_(new)
 
 
 def test_every_box_goes_to_the_head_of_its_class():
-    first, second = route_losses(small_model(), ComputeLoss).route(SMALL_TARGETS)
+    first, second = HeadsLoss(small_model(), ComputeLoss).route(SMALL_TARGETS)
     assert first[:, :2].tolist() == [[0, 0], [0, 1], [1, 1]]  # class 2 is the first of its head, class 0 the second
     assert second[:, :2].tolist() == [[0, 0], [1, 0], [1, 0]]
     assert torch.equal(first[:, 2:], SMALL_TARGETS[[0, 2, 5], 2:])
@@ -91,7 +90,7 @@ def test_every_box_goes_to_the_head_of_its_class():
 def test_it_is_the_weighted_sum_of_ordinary_losses():
     model = small_model()
     maps = model(IMAGES)
-    routed = route_losses(model, ComputeLoss)
+    routed = HeadsLoss(model, ComputeLoss)
     losses = [
         one(levels, own) for one, levels, own in zip(routed.losses, maps, routed.route(SMALL_TARGETS), strict=True)
     ]
@@ -104,7 +103,7 @@ def test_it_is_the_weighted_sum_of_ordinary_losses():
 def test_a_head_without_boxes_learns_that_there_is_nothing():
     model = small_model()
     loss, items, gradients = gradient_of(
-        model, lambda maps: route_losses(model, ComputeLoss)(maps, SMALL_TARGETS[SMALL_TARGETS[:, 1] == 1])
+        model, lambda maps: HeadsLoss(model, ComputeLoss)(maps, SMALL_TARGETS[SMALL_TARGETS[:, 1] == 1])
     )
     convs = dict(model.model[-1].named_parameters())
     by_name = dict(zip(convs, gradients, strict=True))
@@ -128,7 +127,7 @@ def test_maps_that_are_not_nested():
 
 @pytest.mark.parametrize(
     ("classes", "plain", "ota"),
-    [(None, ComputeLoss, ComputeLossOTA), (batched.CLASSES, BatchedLoss, BatchedLossOTA)],
+    [(REFERENCE, ComputeLoss, ComputeLossOTA), (batched.CLASSES, BatchedLoss, BatchedLossOTA)],
 )
 def test_plain_by_default_and_ota_on_request(classes, plain, ota):
     model = small_model()  # whose loss_ota is 1
@@ -142,7 +141,7 @@ def test_plain_by_default_and_ota_on_request(classes, plain, ota):
 def test_a_wrapped_model_and_later_anchors():
     model = small_model()
     wrapped = torch.nn.DataParallel(model)
-    compute_loss = route_losses(wrapped, reference().plain)
+    compute_loss = HeadsLoss(wrapped, ComputeLoss)
     maps, before = model(IMAGES), compute_loss.losses[0].head.anchors.clone()
     model.model[-1].anchors.mul_(1.3)
     assert torch.equal(compute_loss.losses[0].head.anchors, before * 1.3)
@@ -153,14 +152,14 @@ def test_a_wrapped_model_and_later_anchors():
 @pytest.mark.parametrize("kind", [BatchedLoss, BatchedLossOTA])
 @pytest.mark.parametrize("changes", [{}, {"full_head": True}], ids=["own columns", "full"])
 def test_in_a_cuda_graph(kind, changes):
-    """Loss and gradient of a replay equal those of an ordinary call, also with the plans of other boxes."""
+    """Loss and gradient of a replay equal those of an ordinary call, also with the candidates of other boxes."""
     model = small_model(**changes).cuda()
-    compute_loss = route_losses(model, kind)
+    compute_loss = BatchedHeadsLoss(model, kind)
     maps = [[level.detach().requires_grad_() for level in levels] for levels in model(IMAGES.cuda())]
     shapes = level_shapes(maps)
     many = compute_loss.prepare(SMALL_TARGETS, shapes, (64, 64))
-    few = compute_loss.prepare(SMALL_TARGETS[:2], shapes, (64, 64), at_least=[plan.sizes for plan in many])
-    static = [plan.to(torch.device("cuda")) for plan in few]
+    few = compute_loss.prepare(SMALL_TARGETS[:2], shapes, (64, 64), at_least=[candidates.sizes for candidates in many])
+    static = [candidates.to(torch.device("cuda")) for candidates in few]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -172,8 +171,8 @@ def test_in_a_cuda_graph(kind, changes):
             level.grad = None
         loss, items = compute_loss.compute(maps, static)
         loss.backward()
-    plans = compute_loss.prepare(SMALL_TARGETS, shapes, (64, 64), at_least=[plan.sizes for plan in static])
-    for old, new in zip(static, plans, strict=True):
+    again = compute_loss.prepare(SMALL_TARGETS, shapes, (64, 64), at_least=[old.sizes for old in static])
+    for old, new in zip(static, again, strict=True):
         old.copy_(new)
     graph.replay()
     replayed = [level.grad.clone() for level in sum(maps, [])]

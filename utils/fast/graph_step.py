@@ -94,7 +94,7 @@ class GraphSteps(FastSteps):
         return self.loss.prepare(batch.targets, grids, (height, width), at_least=shape.padded.sizes)
 
     def _capture_for(self, batch, sizes, shape, is_update):
-        """(Captured, CandidateSets with its sizes) with room for `sizes`; (None, ...) if it fails, and then for good."""
+        """(Captured, CandidateSets of its sizes) with room for `sizes`; (None, ...) if that fails, then for good."""
         if not shape.padded.fits(sizes):
             shape.padded.grow(sizes)
             self.wait()

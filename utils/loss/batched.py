@@ -152,11 +152,11 @@ class BatchedLoss(ComputeLoss):
             gradient_gains = [gain * batch_size for gain in gains]  # the loss is multiplied by the batch size
             class_term, gradients = self._class_term(rows, tensors, assignments, gradient_gains[2])
             box_term, overlap, gradients[:, :4] = self._box_term(rows, boxes, tensors, assignments, gradient_gains[0])
-            wanted = self._objectness_target(rows, assignments, overlap)
-            object_term, gradients[:, 4], everywhere = self._object_term(gathered, wanted, candidates, gradient_gains[1])
+            target = self._objectness_target(rows, assignments, overlap)
+            object_term, gradients[:, 4], elsewhere = self._object_term(gathered, target, candidates, gradient_gains[1])
             items = [gain * term for gain, term in zip(gains, (box_term, object_term, class_term), strict=True)]
             items = torch.stack((*items, sum(items)))
-        return LossAndGradients(items[3:] * batch_size, items, tensors.cell_position, gradients, everywhere)
+        return LossAndGradients(items[3:] * batch_size, items, tensors.cell_position, gradients, elsewhere)
 
     def _assign(self, gathered, boxes, candidates):
         """The target of each candidate [m], -1 for none. Both branches are assigned by what the lead heads predict."""
@@ -215,15 +215,15 @@ class BatchedLoss(ComputeLoss):
         score = overlap.clamp(min=0)
         if self.gr != 1:
             score = (1 - self.gr) + self.gr * score
-        wanted = torch.where(last >= 0, score[last], 0.0)
-        return wanted.to(rows.dtype).float()  # stock behaviour: rounded like the predictions
+        target = torch.where(last >= 0, score[last], 0.0)
+        return target.to(rows.dtype).float()  # stock behaviour: rounded like the predictions
 
-    def _object_term(self, gathered, wanted, candidates, gain):
+    def _object_term(self, gathered, target, candidates, gain):
         """Objectness loss, and `gain` times its gradients: what objects add in the cells [u], and all cells without."""
         settings = self.hyp["obj_pw"], self.hyp["fl_gamma"]
         counts = [math.prod(shape[:4]) for shape in candidates.shapes]  # cells of each layer
         value, gradient = binary_loss(gathered.objectness, 0.0, *settings)
-        more, more_gradient = binary_loss_change(gathered.rows[:, 4].float(), wanted, 0.0, *settings)
+        more, more_gradient = binary_loss_change(gathered.rows[:, 4].float(), target, 0.0, *settings)
 
         factors = [balance / count for balance, count in zip(self.balance, counts, strict=True)]
         gradient_factors, used = [gain * factor for factor in factors], candidates.sizes.cells

@@ -184,14 +184,12 @@ def find_candidates(
     candidates = CandidateSet(sizes, shapes, _empty_buffer(sizes, pinned), num_candidates)
     parts = CandidateTensors(*(part.numpy() for part in candidates.tensors))
     _write_targets(parts, targets, image, in_image, image_size, sizes)
-    geometry = _cell_geometry(
-        tuple(shape[1:4] for shape in shapes),
-        tuple(anchors.ravel().tolist()),
-        tuple(torch.as_tensor(strides).tolist()),
-    )
+    anchor_sides, layers = tuple(anchors.ravel().tolist()), tuple(shape[1:4] for shape in shapes)
+    geometry = _cell_geometry(layers, anchor_sides, tuple(torch.as_tensor(strides).tolist()))
     _write_cells(parts, cells, edges, sizes, grids, geometry)
     padding = np.array(sizes.cells) - used.cells
-    places = np.arange(len(cells)) + (padding.cumsum() - padding).repeat(used.cells)  # after the padding of layers before
+    # in the buffer each layer's cells come after the padding of the layers before
+    places = np.arange(len(cells)) + (padding.cumsum() - padding).repeat(used.cells)
     by_image = _stable_order(image[target])
     _put(parts.cell_of_candidate, places[cell_of_candidate[by_image]])
     _put(parts.layer_of_candidate, layer[by_image])
@@ -268,7 +266,6 @@ def _find_candidates(boxes, image, anchors, grids, threshold, reach):
 
 def _write_targets(parts, targets, image, in_image, image_size, sizes):
     """What concerns the `targets` [N x 6], sorted by image; a padded one starts at the last candidate and has none."""
-    count = len(targets)
     height, width = image_size or (1, 1)
     num_candidates = in_image[image]
     _put(parts.target_class, targets[:, 1])

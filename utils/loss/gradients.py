@@ -14,7 +14,7 @@ from utils.loss.criterion import FOCAL_ALPHA
 
 
 def binary_loss(logits, label, positive_weight=1.0, focal_gamma=0.0):
-    """`criterion.binary_loss` and its gradient for each of `logits` (float32); `label` is a number or a tensor like them."""
+    """`criterion.binary_loss` and its gradient for each of `logits` (float32); `label` is a number or like these."""
     value, score = F.softplus(logits), logits.sigmoid()  # cross-entropy against 0; its gradient is the score
     gradient = score
     if isinstance(label, torch.Tensor) or label != 0:

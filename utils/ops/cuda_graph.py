@@ -1,7 +1,7 @@
 """Capturing work in CUDA graphs, and padding its inputs so that one graph serves batches of changing size.
 
-A graph reads and writes fixed tensors of fixed sizes. It is captured once for a graph key (whatever changes the work:
-shapes, types, settings) after `WARM_UP_CALLS` ordinary calls. Then each replay copies new inputs over the ones it reads.
+A graph reads and writes fixed tensors of fixed sizes. It is captured once for a graph key (shapes, types, settings:
+whatever changes the work) after `WARM_UP_CALLS` ordinary calls. A replay copies new inputs over those that it reads.
 """
 
 import gc
