@@ -3,9 +3,10 @@
 python tests/bench_heads.py [--batch 64] [--img 320] [--device cpu] [--out runs/bench_heads]
 
 Both models take the same images and boxes, in turns, in the same precision (float16 autocast and channels-last on a
-GPU); optimiser and moving average, which differ by 0.6 % of the weights, are left out. `eager` is the step with plans
-prepared on the host within it, `graph` the replay of a CUDA graph of it, `prepare` the work on the host alone, all in
-milliseconds: medians with the smallest and the largest in brackets. `peak` is the most memory in MB, weights included.
+GPU); optimiser and moving average, which differ by 0.6 % of the weights, are left out. `eager` is the step with
+candidates prepared on the host within it, `graph` the replay of a CUDA graph of it, `prepare` the work on the host
+alone, all in milliseconds: medians with the smallest and the largest in brackets. `peak` is the most memory in MB,
+weights included.
 Prints a markdown table and writes it with a json of all numbers into --out.
 """
 
@@ -51,19 +52,19 @@ class Step:
     def prepare(self):
         return self.loss.prepare(self.targets, self.shapes, self.size)
 
-    def compute(self, plans):
+    def compute(self, candidate_sets):
         on_gpu = self.device.type == "cuda"
         with torch.autocast("cuda", torch.float16) if on_gpu else nullcontext():
-            loss, _ = self.loss.compute(self.model(self.images), plans)
+            loss, _ = self.loss.compute(self.model(self.images), candidate_sets)
         loss.backward()
 
     def eager(self):
         self.model.zero_grad()
-        self.compute([plan.to(self.device) for plan in self.prepare()])
+        self.compute([candidates.to(self.device) for candidates in self.prepare()])
 
     def captured(self):
-        """A function that replays the step as a CUDA graph, with its plans copied before."""
-        static, new = [plan.to(self.device) for plan in self.prepare()], self.prepare()
+        """A function that replays the step as a CUDA graph, with its candidates copied before."""
+        static, new = [candidates.to(self.device) for candidates in self.prepare()], self.prepare()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

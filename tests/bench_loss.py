@@ -1,4 +1,4 @@
-"""The losses of loss.py against those of loss_batched.py: forward + backward on random predictions and COCO-like boxes.
+"""The reference losses against the batched ones (--fast-loss): forward + backward, random predictions, COCO-like boxes.
 
 python tests/bench_loss.py [--short] [--seconds 1] [--device cpu --threads 2] [--out runs/bench_loss]
 
@@ -26,9 +26,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.loss_cases import model_with_head
-from utils.loss import assigner as assign
-from utils.loss import batched as loss_batched
-from utils.loss import batched_assigner, criterion, graphed
+from utils.loss import assigner, batched, batched_assigner, criterion
+from utils.ops.cuda_graph import WARM_UP_CALLS
 
 ANCHORS = ((10, 13, 16, 30, 33, 23), (30, 61, 62, 45, 59, 119), (116, 90, 156, 198, 373, 326))  # pixels
 STRIDES = (8, 16, 32)
@@ -38,8 +37,8 @@ ALL = [(batch, boxes, classes, size) for size in (320, 640) for classes in (3, 8
 SHORT = [(64, 14, 80, 320), (384, 14, 80, 320), (64, 40, 80, 320), (64, 14, 3, 320), (16, 15, 80, 640)]
 SHORT_CPU = [(1, 14, 80, 320), (4, 14, 80, 320), (16, 15, 80, 320), (64, 27, 80, 320)]
 KINDS = {
-    "plain": (criterion.ComputeLoss, loss_batched.BatchedLoss),
-    "ota": (criterion.ComputeLossOTA, loss_batched.BatchedLossOTA),
+    "plain": (criterion.ComputeLoss, batched.BatchedLoss),
+    "ota": (criterion.ComputeLossOTA, batched.BatchedLossOTA),
 }
 
 
@@ -119,14 +118,13 @@ def stepper(compute_loss, predictions, targets, images, device):
 
 
 def prepared_step(compute_loss, predictions, targets, size, device):
-    """Forward + backward with a plan that is on the device already."""
+    """Forward + backward with candidates that are on the device already."""
     shapes = [prediction.shape for prediction in predictions]
-    plans = compute_loss.prepare(targets, shapes, (size, size), padded=device.type != "cpu")
-    plans = [plan.to(device) for plan in plans]
+    candidate_sets = [c.to(device) for c in compute_loss.prepare(targets, shapes, (size, size))]
 
     def step():
         with torch.autocast(device.type, torch.float16, enabled=device.type == "cuda"):
-            total, items = compute_loss.compute(predictions, plans)
+            total, items = compute_loss.compute(predictions, candidate_sets)
         return items, torch.autograd.grad(total, predictions)
 
     return step
@@ -151,20 +149,20 @@ def graph_replay(step):
 
 
 def assigners(model, predictions, targets, size, kind):
-    """The assignment of both sides as calls; the plan of the fast one is made before."""
+    """The assignment of both sides as calls; the candidates of the fast one are prepared before."""
     head, detached = model.model[-1], [prediction.detach() for prediction in predictions]
     on_device = targets.to(detached[0].device)
-    matcher = assign.ota if kind == "ota" else assign.plain
+    reference = assigner.ota if kind == "ota" else assigner.plain
     fast = KINDS[kind][1](model)
-    (plan,) = fast.prepare(targets, [p.shape for p in detached], (size, size), padded=detached[0].is_cuda)
-    plan = plan.to(on_device.device)
+    (candidates,) = fast.prepare(targets, [p.shape for p in detached], (size, size))
+    candidates = candidates.to(on_device.device)
 
-    def batched():
-        rows = batched_assigner.gather_rows(plan.layout.cell_index, plan.sizes.cells, detached)
-        return batched_assigner.owners(rows, plan)
+    def assign():
+        rows = batched_assigner.gather_rows(candidates.tensors.cell_index, candidates.sizes.cells, detached)
+        return batched_assigner.assign(rows, candidates)
 
     inputs = detached, on_device, head.anchors, head.stride, (size, size)
-    return (lambda: matcher(*inputs)), batched if kind == "ota" else None
+    return (lambda: reference(*inputs)), assign if kind == "ota" else None
 
 
 def run(case, kind, device, seconds):
@@ -186,22 +184,20 @@ def run(case, kind, device, seconds):
         where = targets.to(device) if side == "reference" else targets
         steps[side] = stepper(loss_class(model), predictions, where, images, device)
     torch.testing.assert_close(steps["fast"]()[0], steps["reference"]()[0], rtol=1e-4, atol=1e-6)
-    for _ in range(graphed.ORDINARY_CALLS):
+    for _ in range(WARM_UP_CALLS):
         steps["fast"]()  # on a GPU the last of them captures
 
-    for (side, step), assigner in zip(steps.items(), assigners(model, predictions, targets, size, kind), strict=True):
+    for (side, step), assign in zip(steps.items(), assigners(model, predictions, targets, size, kind), strict=True):
         numbers = {"step": timed(step, device)}
-        if assigner:
-            numbers["assign"] = timed(assigner, device)
+        if assign:
+            numbers["assign"] = timed(assign, device)
         if device.type == "cuda":
             numbers |= count(step)
             numbers["MB"] = peak_memory(step)
         row[side] = numbers
     fast, shapes = KINDS[kind][1](model), [prediction.shape for prediction in predictions]
     on_host = torch.device("cpu")
-    row["fast"]["prepare"] = timed(
-        lambda: fast.prepare(targets, shapes, (size, size), padded=device.type != "cpu"), on_host
-    )
+    row["fast"]["prepare"] = timed(lambda: fast.prepare(targets, shapes, (size, size)), on_host)
     compute = prepared_step(fast, predictions, targets, size, device)
     row["fast"]["compute"] = timed(compute, device)
     if device.type == "cuda":
