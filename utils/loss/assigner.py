@@ -53,15 +53,9 @@ class Matches:
 
 @torch.no_grad()
 def plain(
-    predictions: Sequence[Tensor],
-    targets: Tensor,
-    anchors: Tensor,
-    strides: Tensor | Sequence[float] | None = None,
-    image_size: Sequence[int] | None = None,
-    *,
-    anchor_threshold: float = 4.0,
-    reach: float = 0.5,
-) -> Matches:
+    predictions: Sequence[Tensor], targets: Tensor, anchors: Tensor, strides: Tensor | Sequence[float] | None = None,
+    image_size: Sequence[int] | None = None, *, anchor_threshold: float = 4.0, reach: float = 0.5,
+) -> Matches:  # fmt: skip
     """Every candidate is a match, with the target that it lies near.
 
     predictions  per layer [batch x anchors x ny x nx x 5+classes]; only the shapes are read
@@ -97,7 +91,7 @@ def _similar_shapes(sizes, anchors, threshold):
 
 
 def _cells_around(centres, grid_size, reach):
-    """The cells that learn a box centred at `centres` [m x 2, in cells]: its own and near neighbours inside the grid.
+    """The candidate cells of boxes centred at `centres` [m x 2, in cells]: their own and near neighbours in the grid.
 
     Returns pair [n], the row of `centres`, and cells [n x 2: x, y]. stock behaviour: a centre on a grid line counts as
     near on both sides, and rounding then leads the step to the right or down back to its own cell, which joins twice.
@@ -115,16 +109,9 @@ def _cells_around(centres, grid_size, reach):
 
 @torch.no_grad()
 def ota(
-    predictions: Sequence[Tensor],
-    targets: Tensor,
-    anchors: Tensor,
-    strides: Tensor | Sequence[float] | None,
-    image_size: Sequence[int] | None,
-    *,
-    anchor_threshold: float = 4.0,
-    reach: float = 0.5,
-    num_ious: int = 10,
-) -> Matches:
+    predictions: Sequence[Tensor], targets: Tensor, anchors: Tensor, strides: Tensor | Sequence[float] | None,
+    image_size: Sequence[int] | None, *, anchor_threshold: float = 4.0, reach: float = 0.5, num_ious: int = 10,
+) -> Matches:  # fmt: skip
     """Each target gets the candidates of its image that predict it at the lowest cost; a candidate serves one target.
 
     Arguments as for `plain`, and

@@ -33,7 +33,7 @@ from utils.loss.candidates import CandidateSet, find_candidates
 from utils.loss.criterion import AUXILIARY_WEIGHT, ComputeLoss, LossClasses, smooth_labels
 from utils.loss.gradients import KnownGradients, binary_loss, binary_loss_change, complete_iou
 from utils.loss.graphed import LossGraphs
-from utils.loss.multi_head import HeadsLoss
+from utils.loss.multi_head import HeadsLoss, LossAndItems
 
 
 class GatheredPredictions(NamedTuple):
@@ -77,9 +77,7 @@ class BatchedLoss(ComputeLoss):
         self._anchors = None  # (tensor of the head, its version, copy on the host)
         self.graphs = LossGraphs(self.loss_and_gradients)
 
-    def __call__(
-        self, predictions: Sequence[Tensor], targets: Tensor, images: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, predictions: Sequence[Tensor], targets: Tensor, images: Tensor | None = None) -> LossAndItems:
         """As ComputeLoss; `targets` on the host save waiting for the device."""
         image_size = None if images is None else tuple(images[0].shape[-2:])
         shapes = [prediction.shape for prediction in predictions[: self.head.nl]]
@@ -89,11 +87,7 @@ class BatchedLoss(ComputeLoss):
         return self.compute(predictions, [candidates.to(device) for candidates in candidate_sets], graph)
 
     def prepare(
-        self,
-        targets: Tensor,
-        shapes: Sequence[Sequence[int]],
-        image_size: Sequence[int] | None = None,
-        at_least: Sequence | None = None,
+        self, targets: Tensor, shapes: Sequence, image_size: Sequence | None = None, at_least: Sequence | None = None
     ) -> list[CandidateSet]:
         """The CandidateSet of each branch of the head, on the host.
 
@@ -118,9 +112,7 @@ class BatchedLoss(ComputeLoss):
             self._anchors = anchors, anchors._version, anchors.detach().cpu().clone()
         return self._anchors[2]
 
-    def compute(
-        self, predictions: Sequence[Tensor], candidate_sets: Sequence[CandidateSet], graph=None
-    ) -> tuple[Tensor, Tensor]:
+    def compute(self, predictions: Sequence[Tensor], candidate_sets: list[CandidateSet], graph=None) -> LossAndItems:
         """Loss [1] and items [4] of `predictions` with `candidate_sets` on their device. Waits for nothing.
 
         `graph` may replay `loss_and_gradients`.
@@ -145,7 +137,7 @@ class BatchedLoss(ComputeLoss):
         tensors, batch_size = candidates.tensors, candidates.shapes[0][0]
         rows, boxes = gathered.rows, decode_boxes(gathered.rows, tensors)
         assigned = self._assign(gathered, boxes, candidates)
-        # all of it is in float32 already: autocast would only cost time
+        # everything is in float32 already: autocast would only cost time
         with torch.autocast(rows.device.type, enabled=False):
             assignments = as_assignments(assigned, tensors, len(candidates.shapes))
             gains = [share * self.hyp[gain] for gain in ("box", "obj", "cls")]

@@ -119,17 +119,16 @@ def _assign_chunks(cells, tensors, chunks, num_ious):
     # of each candidate: lowest cost * HIGH + its target, so that of equal costs the first target's counts
     cheapest = torch.full_like(tensors.target_of_candidate, 2**63 - 1)
     for chunk in chunks:
-        target, candidate, iou, cost = _pairs(cell_values, cells.class_logits, tensors, chunk)
+        target, candidate, iou, cost = _pair_costs(cell_values, cells.class_logits, tensors, chunk)
+        first = _first_pairs(tensors, chunk, num_ious)
+        k = dynamic_k(_best_ious(iou, target, first))
         rank = sortable(cost)
-        exists, position = _first_pairs(tensors, chunk, num_ious)
-        k = dynamic_k(_best_ious(iou, target, exists, position))
-        selected = candidate[_by_cost(rank, target)[position]]  # [t x num_ious] the cheapest of each target
-        _add_selected(selecting, selected, exists, k, chunk.first_target)
+        _select_cheapest(selecting, rank, target, candidate, first, k, chunk.first_target)
         cheapest.scatter_reduce_(0, candidate, torch.add(target + chunk.first_target, rank, alpha=HIGH), "amin")
     return resolve_conflicts(selecting >> 32, selecting % HIGH, cheapest % HIGH)
 
 
-def _pairs(cell_values, class_logits, tensors, chunk):
+def _pair_costs(cell_values, class_logits, tensors, chunk):
     """The pairs of a chunk by target, then by candidate: target (counted in the chunk), candidate, IoU, cost [p each].
 
     cell_values [u x 6: x1, y1, x2, y2, area, cost of no class]
@@ -146,13 +145,19 @@ def _pairs(cell_values, class_logits, tensors, chunk):
     return target, candidate, iou, cost
 
 
+class FirstPairs(NamedTuple):
+    """The first `num_ious` pairs of every target, [t x num_ious] each."""
+
+    exist: torch.Tensor  # whether it has so many
+    position: torch.Tensor  # in the list, for any order within the targets
+
+
 def _first_pairs(tensors, chunk, num_ious):
-    """The first `num_ious` pairs of every target [t x num_ious each]: whether it has so many, and their positions."""
     rows = slice(chunk.first_target, chunk.last_target)
     place = torch.arange(num_ious, device=tensors.first_pair.device)
     position = torch.add(tensors.first_pair[rows, None], place)
     position.sub_(chunk.first_pair).clamp_(max=chunk.num_pairs - 1)
-    return place < tensors.num_candidates[rows, None], position
+    return FirstPairs(place < tensors.num_candidates[rows, None], position)
 
 
 def sortable(numbers):
@@ -161,21 +166,18 @@ def sortable(numbers):
     return (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)
 
 
-def _best_ious(iou, target, exists, position):
+def _best_ious(iou, target, first):
     """The best overlaps of each target [t x num_ious], 0 where it has fewer candidates."""
     by_iou = torch.sub(iou.view(torch.int32), target, alpha=HIGH).sort(descending=True).values
-    return torch.where(exists, (by_iou[position] & (HIGH - 1)).int().view(torch.float32), 0.0)
+    return torch.where(first.exist, (by_iou[first.position] & (HIGH - 1)).int().view(torch.float32), 0.0)
 
 
-def _by_cost(rank, target):
-    """The pairs [p] by target, then by `rank` of their cost, then by candidate."""
-    return torch.add(rank, target, alpha=HIGH).sort(stable=True).indices
-
-
-def _add_selected(selecting, candidate, exists, k, first_target):
-    """Add to `selecting` that each target selects the first `k` [t] of its cheapest `candidate` [t x num_ious]."""
-    row, place = (torch.arange(n, device=candidate.device) for n in candidate.shape)
-    taken = exists & (place < k[:, None])
+def _select_cheapest(selecting, rank, target, candidate, first, k, first_target):
+    """Note in `selecting` that each target selects its `k` [t] cheapest candidates; `rank` [p] by cost."""
+    by_cost = torch.add(rank, target, alpha=HIGH).sort(stable=True).indices
+    cheapest = candidate[by_cost[first.position]]  # [t x num_ious]
+    row, place = (torch.arange(n, device=candidate.device) for n in cheapest.shape)
+    selected = first.exist & (place < k[:, None])
     # HIGH apart from `row`: inductor counts an arange in int32, also where a large constant is added to it
-    packed = torch.add(taken * (row[:, None] + first_target), taken, alpha=HIGH)
-    selecting.scatter_add_(0, candidate.reshape(-1), packed.reshape(-1))
+    packed = torch.add(selected * (row[:, None] + first_target), selected, alpha=HIGH)
+    selecting.scatter_add_(0, cheapest.reshape(-1), packed.reshape(-1))

@@ -104,11 +104,8 @@ class Sizes:
     def of_parts(self):
         """How many numbers the CandidateTensors have: int64 ones, then float32 ones."""
         cells = sum(self.cells)
-        return (*[self.targets] * 5, cells, cells, *[self.candidates] * 3), (
-            self.targets * 4,
-            self.targets * 5,
-            cells * 7,
-        )
+        ints = [*[self.targets] * 5, cells, cells, *[self.candidates] * 3]
+        return ints, [self.targets * 4, self.targets * 5, cells * 7]
 
 
 def _round_up(count):
@@ -148,17 +145,10 @@ class CandidateSet:
 
 
 def find_candidates(
-    targets: Tensor,
-    shapes: Sequence[Sequence[int]],
-    anchors: Tensor,
-    strides: Tensor | Sequence[float],
-    image_size: Sequence[int] | None,
-    *,
-    anchor_threshold: float = 4.0,
-    reach: float = 0.5,
-    at_least: Sizes | None = None,
-    pinned: bool = False,
-) -> CandidateSet:
+    targets: Tensor, shapes: Sequence, anchors: Tensor, strides: Tensor | Sequence[float],
+    image_size: Sequence[int] | None, *, anchor_threshold: float = 4.0, reach: float = 0.5,
+    at_least: Sizes | None = None, pinned: bool = False,
+) -> CandidateSet:  # fmt: skip
     """The CandidateSet, on the host, for `targets` [N x 6: image, class, x, y, w, h normalised] on the host.
 
     shapes      of the predictions, per layer (batch, anchors, ny, nx, 5+classes)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from utils.loss import assigner
-from utils.loss.multi_head import HeadsLoss, LossOfModel, has_several_heads
+from utils.loss.multi_head import HeadsLoss, LossAndItems, LossOfModel, has_several_heads
 from utils.ops.boxes import complete_iou
 
 logger = logging.getLogger(__name__)
@@ -83,9 +83,7 @@ class ComputeLoss(LossOfModel):
         num_layers = self.head.nl
         self.balance = list(OBJECTNESS_BALANCE.get(num_layers, OBJECTNESS_BALANCE_OTHERWISE)[:num_layers])
 
-    def __call__(
-        self, predictions: Sequence[Tensor], targets: Tensor, images: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, predictions: Sequence[Tensor], targets: Tensor, images: Tensor | None = None) -> LossAndItems:
         """Loss [1] and items [4]; of `images` [batch x 3 x height x width] only the size is read, and by OTA alone.
 
         predictions  per layer [batch x na x ny x nx x 5+nc], raw
@@ -184,9 +182,7 @@ class ComputeLossAuxOTA(ComputeLossOTA):
 
     NUM_IOUS = 20
 
-    def __call__(
-        self, predictions: Sequence[Tensor], targets: Tensor, images: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, predictions: Sequence[Tensor], targets: Tensor, images: Tensor | None = None) -> LossAndItems:
         lead, auxiliary = predictions[: self.head.nl], predictions[self.head.nl :]
         fine = self.matches(lead, targets, images, num_ious=self.NUM_IOUS)
         coarse = self.matches(lead, targets, images, num_ious=self.NUM_IOUS, reach=1.0)

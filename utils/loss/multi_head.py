@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+LossAndItems = tuple[Tensor, Tensor]  # loss [1], with gradient; items [4: box, objectness, class, total], without
+
 
 class LossOfModel:
     """What every loss reads of a model, wrapped for parallel training or not.
@@ -68,7 +70,7 @@ class HeadsLoss(LossOfModel):
 
     def __call__(
         self, predictions: Sequence[Sequence[Tensor]], targets: Tensor, images: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> LossAndItems:
         """predictions: per head and level [batch x na x ny x nx x head_no], raw; targets as for ComputeLoss."""
         heads = zip(self.losses, self.own_columns(predictions), self.route(targets), strict=True)
         return self.total([compute(maps, own, images) for compute, maps, own in heads])

@@ -109,7 +109,7 @@ def paired_iou(boxes1_xyxy, boxes2_xyxy, area1=None, area2=None):
     sides = torch.min(boxes1_xyxy[..., 2:4], boxes2_xyxy[..., 2:4])
     sides.sub_(torch.max(boxes1_xyxy[..., :2], boxes2_xyxy[..., :2])).clamp_(min=0)
     intersection = sides[..., 0] * sides[..., 1]
-    return intersection / (area1 + area2).sub_(intersection)
+    return intersection.div_((area1 + area2).sub_(intersection))
 
 
 def complete_iou(predicted_xywh, target_xywh, eps=1e-7):
