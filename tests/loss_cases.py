@@ -1,4 +1,4 @@
-"""The golden loss cases as inputs for the matchers and losses, and small models to call these with."""
+"""The golden loss cases as inputs for the assigners and losses, and small models to call these with."""
 
 import json
 from dataclasses import dataclass

@@ -10,7 +10,7 @@ from utils.engine.batches import Batch
 from utils.engine.ema import ModelEMA
 from utils.engine.optimizer import build_optimizer, lr_factor
 from utils.engine.trainer import Training
-from utils.loss import batched as loss_batched
+from utils.loss import batched as batched_losses
 from utils.loss import criterion
 
 HYP = {"warmup_bias_lr": 0.1, "warmup_momentum": 0.8, "momentum": 0.937, "box": 0.05, "obj": 0.7, "cls": 0.3,
@@ -45,7 +45,7 @@ def new_training(device="cpu", precision=None, total_batch=16, num_warmup=12, ad
     optimizer = build_optimizer(model, 0.01, HYP["momentum"], 0.0005, adam)
     training = Training(model, HYP, total_batch, optimizer, LambdaLR(optimizer, lr_factor(10, 0.1)), ModelEMA(model),
                         precision)  # fmt: skip
-    classes = loss_batched.CLASSES if batched else criterion.REFERENCE
+    classes = batched_losses.CLASSES if batched else criterion.REFERENCE
     compute_loss, _ = criterion.build_losses(model, classes=classes, use_ota=use_ota)
     training.start(model, compute_loss, 1.0, 0, num_warmup)
     return training

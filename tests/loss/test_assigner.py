@@ -231,11 +231,11 @@ def test_ota_without_the_size_of_the_images_is_refused():
         assigner.ota(random_predictions(64, 64), torch.zeros(0, 6), ANCHORS, STRIDES, None)
 
 
-@pytest.mark.parametrize("matcher", [assigner.plain, assigner.ota])
+@pytest.mark.parametrize("assign", [assigner.plain, assigner.ota])
 @pytest.mark.parametrize("boxes", [[], [[0, 0, 0.5, 0.5, 0.001, 0.9]]], ids=["no targets", "no candidates"])
-def test_nothing_to_match(matcher, boxes):
+def test_nothing_to_match(assign, boxes):
     targets = torch.tensor(boxes).reshape(-1, 6)
-    found = matcher(random_predictions(64, 64), targets, ANCHORS, STRIDES, (64, 64))
+    found = assign(random_predictions(64, 64), targets, ANCHORS, STRIDES, (64, 64))
     for layer in range(2):
         assert all(index.shape == (0,) and index.dtype == torch.long for index in found.cells(layer))
         assert found.target[layer].dtype == torch.long and found.anchor_size[layer].shape == (0, 2)
@@ -253,9 +253,9 @@ def test_the_same_box_has_the_same_matches_in_a_square_and_a_wide_image():
     wide = [prediction[:, :, : prediction.shape[2] // 2] for prediction in square]
     box = [0, 1, 48 / 64, 12 / 64, 16 / 64, 16 / 64]  # x 40 to 56, y 4 to 20 pixels
     box_in_wide = [0, 1, 48 / 64, 12 / 32, 16 / 64, 16 / 32]
-    for matcher in (assigner.plain, assigner.ota):
-        in_square = matcher(square, torch.tensor([box]), ANCHORS, STRIDES, (64, 64))
-        in_wide = matcher(wide, torch.tensor([box_in_wide]), ANCHORS, STRIDES, (32, 64))
+    for assign in (assigner.plain, assigner.ota):
+        in_square = assign(square, torch.tensor([box]), ANCHORS, STRIDES, (64, 64))
+        in_wide = assign(wide, torch.tensor([box_in_wide]), ANCHORS, STRIDES, (32, 64))
         assert len(rows(in_wide)) > 0
         assert rows(in_square).tolist() == rows(in_wide).tolist()
 

@@ -44,7 +44,7 @@ def assign(rows, candidates, num_ious=10, boxes=None):
     return _assign_chunks(cells, tensors, chunks, num_ious)
 
 
-_warned = set()
+_warned: set[bool] = set()
 
 
 def _warn_once(pairs):

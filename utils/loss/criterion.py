@@ -189,6 +189,9 @@ class ComputeLossAuxOTA(ComputeLossOTA):
         return self.total([(lead, fine, 1.0), (auxiliary, coarse, AUXILIARY_WEIGHT)], targets)
 
 
+Loss = ComputeLoss | HeadsLoss
+
+
 class LossClasses(NamedTuple):
     """One implementation of the losses: three that are made from a model, and one from a model with several heads."""
 
@@ -201,7 +204,7 @@ class LossClasses(NamedTuple):
 REFERENCE = LossClasses(ComputeLoss, ComputeLossOTA, ComputeLossAuxOTA, HeadsLoss)
 
 
-def build_losses(model, classes: LossClasses = REFERENCE, use_ota: bool | None = None) -> tuple[Callable, Callable]:
+def build_losses(model, classes: LossClasses = REFERENCE, use_ota: bool | None = None) -> tuple[Loss, Loss]:
     """(training loss, validation loss) for `model`; the validation loss is always the reference.
 
     A head with auxiliary outputs trains with OTA whatever is asked; for another one `use_ota` decides, and if that is
@@ -220,7 +223,7 @@ def build_losses(model, classes: LossClasses = REFERENCE, use_ota: bool | None =
 
 def losses_by_epoch(
     model, epochs: int, classes: LossClasses = REFERENCE, ota_last: int | None = None
-) -> tuple[Callable[[int], Callable], Callable]:
+) -> tuple[Callable[[int], Loss], Loss]:
     """(function of the epoch that names its training loss, validation loss) for a run of `epochs`.
 
     With `ota_last` the last so many epochs train with OTA and those before with the plain loss, whatever loss_ota says.
