@@ -38,13 +38,12 @@ from utils.engine import optimizer as optim  # noqa: E402
 from utils.engine.batches import Batch  # noqa: E402
 from utils.engine.ema import ModelEMA  # noqa: E402
 from utils.engine.trainer import Training  # noqa: E402
-from utils.fast import graph_step  # noqa: E402
 from utils.fast.graph_step import GraphSteps  # noqa: E402
 from utils.fast.prefetcher import AHEAD, Prefetch, as_float  # noqa: E402
 from utils.fast.train_step import FastSteps  # noqa: E402
 from utils.loss import batched, criterion  # noqa: E402
 
-RUN = graph_step.Captured.run
+REPLAY = GraphSteps.replay
 ROOT = Path(__file__).resolve().parents[1]
 CASES = [("yolov7-tiny", 320, 64), ("yolov7-tiny", 320, 384), ("yolov7", 320, 64), ("yolov7", 640, 32)]
 CPU_CASES = [("yolov7-tiny", 64, 4)]
@@ -167,7 +166,7 @@ def watch(steps):
 
     if isinstance(steps, GraphSteps):
         steps.loss.prepare = timed(steps.loss.prepare, parts["plan"])
-        graph_step.Captured.run = timed(RUN, parts["run"])
+        GraphSteps.replay = timed(REPLAY, parts["run"])
     return parts
 
 

@@ -213,11 +213,10 @@ def instruments(timeline):
         move = timeline.around(ema.AverageAtOnce.move, "EMA")
         stack.enter_context(mock.patch.object(ema.AverageAtOnce, "move", move))
     try:
-        from utils.fast import graph_step
+        from utils.fast.graph_step import GraphSteps
     except ImportError:
         return stack
-    captured = graph_step.Captured
-    stack.enter_context(mock.patch.object(captured, "run", timeline.around(captured.run, "graph")))
+    stack.enter_context(mock.patch.object(GraphSteps, "replay", timeline.around(GraphSteps.replay, "graph")))
     return stack
 
 

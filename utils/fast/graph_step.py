@@ -80,8 +80,12 @@ class GraphSteps(FastSteps):
             captured, candidate_sets = self._capture_for(batch, sizes, shape, is_update)
             if captured is None:
                 return self._ordinary(batch, is_update)
+        return self.replay(captured, batch.images, candidate_sets)
+
+    def replay(self, captured, images, candidate_sets):
+        """Queue the captured step on a batch; returns its items, valid until the next one."""
         self.counts["replayed"] += 1
-        return captured.replay(inputs(batch.images, candidate_sets))
+        return captured.replay(inputs(images, candidate_sets))
 
     def _ordinary(self, batch, is_update):
         self.counts["ordinary"] += 1
