@@ -19,7 +19,6 @@ from utils.config.data_yaml import load_data_yaml
 from utils.config.hyp import load_hyp, save_hyp, scale_hyp
 from utils.config.options import save_options, train_parser
 from utils.data import subset
-from utils.data.keyed_dataset import seed_epoch
 from utils.data.sampler import draw_image_indices, labels_to_class_weights
 from utils.engine import early_stopping, resume
 from utils.engine import optimizer as optim
@@ -256,7 +255,7 @@ def open_records(opt, hyp, data, ranks, progress, heads=()):
 
 def choose_images(epoch, opt, loaders, class_weights, maps, ranks, device):
     """Before an epoch: draw its images (--image-weights), shuffle anew among the processes of a distributed run."""
-    seed_epoch(opt.seed, epoch)
+    random_state.seed_epoch(opt.seed, epoch)
     if opt.image_weights:
         labels = loaders.dataset.labels
         indices = draw_image_indices(labels, class_weights.cpu(), maps) if ranks.is_main else [0] * len(labels)

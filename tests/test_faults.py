@@ -22,7 +22,7 @@ from models.experimental import attempt_load, rebuild
 from tests import small_run
 from tests.tiny_model import tiny_model
 from utils import datasets
-from utils.data.fast.worker_pool import LoaderError
+from utils.data.worker_errors import LoaderError
 from utils.engine import checkpoint
 from utils.engine.checkpoint import StoredModel, check_finite, read_checkpoint
 from utils.plots import run as plots
@@ -201,7 +201,7 @@ def test_a_worker_that_cannot_pass_a_batch_on_ends(tmp_path, monkeypatch, capfd)
         gc.collect()  # ends its workers
 
 
-@pytest.mark.parametrize("where", ["train.build_model", "utils.datasets.load_image"])
+@pytest.mark.parametrize("where", ["train.build_model", "utils.data.dataset.load_image"])
 def test_full_memory_is_a_sentence(where, tmp_path, monkeypatch, capsys):
     def fail(*args):
         raise MemoryError

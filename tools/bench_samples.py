@@ -29,6 +29,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from utils import datasets
+from utils.data import dataset as sample
 from utils.data import mosaic, paste, transforms
 from utils.ops.boxes import resample_segments, segment2box
 
@@ -122,8 +123,8 @@ def plain_mixup(img1, labels1, img2, labels2):
 def plain_form():
     replacements = (
         (paste, "Sample", PlainSample),
-        (datasets, "load_samples", plain_load_samples),
-        (datasets, "mixup", plain_mixup),
+        (sample, "load_samples", plain_load_samples),
+        (sample, "mixup", plain_mixup),
         (transforms.Warp, "polygon_boxes", plain_polygon_boxes),
         (transforms.Warp, "source_area", lambda warp: (-np.inf, -np.inf, np.inf, np.inf)),
     )

@@ -25,11 +25,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.bench_samples import make_dataset
-from utils import datasets
 from utils.config.hyp import load_hyp
+from utils.data import dataset as sample
 from utils.data import mosaic, transforms
 from utils.data.fast import deferred, device_augment
 from utils.data.fast.recipe import recipe_bytes
+from utils.datasets import LoadImagesAndLabels as Dataset
 
 STEPS = {
     "draw the mosaic": [(mosaic, "draw_mosaic4"), (mosaic, "draw_mosaic9")],
@@ -38,12 +39,16 @@ STEPS = {
     "paint": [(mosaic.Mosaic, "paint")],
     "warp the picture": [(transforms.Warp, "image")],
     "warp the labels": [(mosaic, "warp_labels")],
-    "mixup": [(datasets, "mixup")],
-    "objects to paste": [(datasets.LoadImagesAndLabels, "samples_to_paste")],
-    "paste in": [(datasets, "pastein")],
-    "colours": [(datasets, "draw_colours"), (device_augment.AtOnce, "recolour"), (device_augment.Later, "recolour")],
-    "flips": [(device_augment.AtOnce, "flip"), (device_augment.Later, "flip")],
-    "hand over": [(device_augment.AtOnce, "pixels"), (device_augment.Later, "pixels")],
+    "mixup": [(sample, "mixup")],
+    "objects to paste": [(Dataset, "samples_to_paste")],
+    "paste in": [(sample, "pastein")],
+    "colours": [
+        (sample, "draw_colours"),
+        (Dataset, "recolour"),
+        (device_augment.Later, "recolour"),
+    ],
+    "flips": [(Dataset, "flip"), (device_augment.Later, "flip")],
+    "hand over": [(Dataset, "pixels"), (device_augment.Later, "pixels")],
 }
 
 
@@ -78,7 +83,6 @@ def profile(dataset, num_samples, later, seed):
     place = np.empty(3 * deferred.ROOM * size**2, np.uint8)
     recipe = np.empty(recipe_bytes(size, deferred.way_of_warping(size) is not None), np.uint8)
     dataset.new_image = lambda shape, dtype: place[: int(np.prod(shape))].reshape(shape)
-    dataset.finish = device_augment.Later() if later else device_augment.AtOnce()
     random.seed(seed)
     np.random.seed(seed)
     clock = Clock()
@@ -86,12 +90,18 @@ def profile(dataset, num_samples, later, seed):
         for step, functions in STEPS.items():
             for owner, name in functions:
                 stack.enter_context(mock.patch.object(owner, name, clock.timed(step, getattr(owner, name))))
+        steps = device_augment.Later()
+        steps.new_image = dataset.new_image
+        for name in ("warped", "recolour", "flip", "pixels") if later else ():
+            setattr(dataset, name, getattr(steps, name))
         clock.last = time.thread_time()
         for k in range(num_samples):
             if later:
-                dataset.finish.begin(recipe)
+                steps.begin(recipe)
             dataset[k % len(dataset)]
         clock.switch()
+    for name in ("warped", "recolour", "flip", "pixels") if later else ():
+        delattr(dataset, name)
     return {step: 1e6 * seconds / num_samples for step, seconds in clock.seconds.items()}
 
 
@@ -124,7 +134,7 @@ def main():
         for job in options.jobs:
             size, name = job.split(":")
             for kind, source in sources.items():
-                dataset = datasets.LoadImagesAndLabels(
+                dataset = Dataset(
                     source, int(size), augment=True, hyp=load_hyp(f"data/hyp.scratch.{name}.yaml"), cache_images=True
                 )
                 for header, steps in columns_of(dataset, options):

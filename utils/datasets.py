@@ -1,38 +1,20 @@
-"""The training data: pictures and labels of a data set, augmented, collated into batches, and fed by a loader.
-
-A batch is (uint8 images [b x 3 x h x w] RGB, targets [n x 6: position in the batch, class, x, y, w, h normalised],
-paths, shapes).
-"""
+"""create_dataloader, and the other public names that stock YOLOv7 has in this module."""
 
 import os
-import random
-from itertools import chain, repeat
 
 import cv2
-import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from utils.config.hyp import AUGMENTATION_KEYS
-from utils.data.fast.device_augment import AtOnce, whole
-from utils.data.fast.loader import Settings, build_loader, max_pixels
-from utils.data.fast.worker_pool import end_with_a_lost_batch
-from utils.data.image_cache import use_disk_cache, use_memory_cache
+from utils.data.dataset import LoadImagesAndLabels, collate_fn, collate_fn4
+from utils.data.epoch_loader import InfiniteDataLoader
 from utils.data.mosaic import load_image, load_mosaic, load_mosaic9, load_samples
 from utils.data.paste import pastein, sample_segments
-from utils.data.scan import img2label_paths, scan_dataset
+from utils.data.scan import img2label_paths
 from utils.data.stream import LoadImages
-from utils.data.transforms import (
-    augment_hsv,
-    box_candidates,
-    copy_paste,
-    draw_colours,
-    letterbox,
-    mixup,
-    random_perspective,
-)
-from utils.ops.boxes import xywhn2xyxy, xyxy2xywh
+from utils.data.transforms import augment_hsv, box_candidates, copy_paste, letterbox, random_perspective
+from utils.data.worker_errors import end_with_a_lost_batch
 from utils.system.distributed import rank_zero_first
 from utils.system.memory import warn_about_shared_memory
 
@@ -58,7 +40,6 @@ __all__ = [
 ]
 
 STUCK = 600  # seconds without a batch after which workers are given up: one that finds /dev/shm full is silent for ever
-SAMPLES_TO_PASTE = 30  # objects collected before paste-in chooses among them
 
 
 def create_dataloader(
@@ -98,12 +79,14 @@ def create_dataloader(
     batch_size = min(batch_size, len(dataset))
     workers = min(os.cpu_count() // world_size, batch_size if batch_size > 1 else 0, workers)
     if persistent_workers or worker_tensor or fast:
+        from utils.data.fast.loader import Settings, build_loader  # opt-in: a run without flags never loads it
+
         settings = Settings(persistent_workers, worker_tensor, **fast)
         return build_loader(
             dataset, batch_size, workers, settings, rank=rank, world_size=world_size, image_weights=image_weights,
             collate_fn=collate_fn, collate_fn4=collate_fn4 if quad else None,
         ), dataset  # fmt: skip
-    warn_about_shared_memory(workers * 2 * batch_size * 3 * max_pixels(dataset))
+    warn_about_shared_memory(workers * 2 * batch_size * 3 * dataset.max_pixels)
     # Weighted indices change every epoch, so their workers must start anew; all others live for ever.
     loader_class = DataLoader if image_weights else InfiniteDataLoader
     loader = loader_class(
@@ -117,257 +100,3 @@ def create_dataloader(
         worker_init_fn=end_with_a_lost_batch,
     )
     return loader, dataset
-
-
-class EndlessBatches:
-    """The batches of a batch sampler, epoch after epoch; its length is one epoch."""
-
-    def __init__(self, batch_sampler):
-        self.batch_sampler = batch_sampler
-
-    def __len__(self):
-        return len(self.batch_sampler)
-
-    def __iter__(self):
-        return chain.from_iterable(repeat(self.batch_sampler))
-
-
-class InfiniteDataLoader(DataLoader):
-    """A DataLoader whose workers start once, at construction, and prefetch across the end of an epoch.
-
-    Each pass yields one epoch; a pass that is left early is continued by the next one.
-    """
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        # DataLoader forbids to replace its batch sampler in the ordinary way.
-        object.__setattr__(self, "batch_sampler", EndlessBatches(self.batch_sampler))
-        self.batches = super().__iter__()
-
-    def __iter__(self):
-        for _ in range(len(self)):
-            yield next(self.batches)
-
-
-class LoadImagesAndLabels(Dataset):
-    """Pictures and labels, one sample for each picture: (image, targets, path, shapes).
-
-    `path` is a folder, a list file, or a list of those; `pad` is in strides; `hyp` is needed only for augmenting;
-    `pick(ScannedDataset)` may leave a part of it.
-
-    `labels` float32 [n x 5: class, x, y, w, h normalised] and `segments` (polygons [m x 2] normalised, one for each
-    label or none at all) are lists with one entry for each picture; `shapes` [n x 2] is (width, height) of the files.
-    With `rect` the pictures are sorted by aspect ratio, and each batch has the smallest common shape.
-    """
-
-    finish = AtOnce()
-    new_image = staticmethod(np.empty)  # where pixels of a sample go; --worker-tensor knows a place in its batch
-
-    def __init__(
-        self,
-        path,
-        img_size=640,
-        batch_size=16,
-        augment=False,
-        hyp=None,
-        rect=False,
-        image_weights=False,
-        cache_images=False,
-        single_cls=False,
-        stride=32,
-        pad=0.0,
-        prefix="",
-        pick=None,
-    ):
-        missing = [key for key in AUGMENTATION_KEYS if key not in (hyp or {})] if augment else []
-        if missing:
-            raise ValueError(
-                f"augmenting needs the hyper-parameters {', '.join(missing)}; load_hyp() supplies them all"
-            )
-        self.path = path
-        self.img_size = img_size
-        self.augment = augment
-        self.hyp = hyp
-        self.image_weights = image_weights
-        self.rect = rect and not image_weights
-        self.mosaic = augment and not self.rect
-        self.mosaic_border = (-img_size // 2, -img_size // 2)
-        self.stride = stride
-
-        scanned = scan_dataset(path, prefix) if pick is None else pick(scan_dataset(path, prefix))
-        self.img_files, self.label_files = list(scanned.img_files), list(scanned.label_files)
-        self.labels, self.segments = list(scanned.labels), list(scanned.segments)
-        self.shapes, self.findings = np.asarray(scanned.shapes, np.float64), scanned.findings
-        if single_cls:
-            self.labels = [_with_class_zero(labels) for labels in self.labels]
-
-        self.n = len(self.img_files)
-        self.indices = range(self.n)
-        self.batch = np.arange(self.n) // batch_size
-        if self.rect:
-            self._sort_by_aspect_ratio()
-            self.batch_shapes = self._shapes_of_batches(pad)
-        self.imgs, self.img_hw0, self.img_hw = [None] * self.n, [None] * self.n, [None] * self.n
-        self.memory_cache = None
-        if cache_images == "disk":
-            use_disk_cache(self, prefix)
-        elif cache_images:
-            use_memory_cache(self, prefix)
-
-    def _sort_by_aspect_ratio(self):
-        """Flat pictures first. The order of equal ratios is that of NumPy's default sort, as in stock."""
-        order = (self.shapes[:, 1] / self.shapes[:, 0]).argsort()
-        self.shapes = self.shapes[order]
-        for name in ("img_files", "label_files", "labels", "segments"):
-            entries = getattr(self, name)
-            setattr(self, name, [entries[i] for i in order])
-
-    def _shapes_of_batches(self, pad):
-        """(height, width) of each batch in pixels [num batches x 2], multiples of the stride; `pad` in strides."""
-        ratios = self.shapes[:, 1] / self.shapes[:, 0]
-        units = np.ones((self.batch[-1] + 1, 2))
-        for b, unit in enumerate(units):
-            of_batch = ratios[self.batch == b]
-            if of_batch.max() < 1:
-                unit[0] = of_batch.max()
-            elif of_batch.min() > 1:
-                unit[1] = 1 / of_batch.min()
-        return np.ceil(units * self.img_size / self.stride + pad).astype(int) * self.stride
-
-    def __len__(self):
-        return self.n
-
-    def __getitem__(self, index):
-        """uint8 image [3 x h x w] RGB, targets [n x 6: 0, class, x, y, w, h normalised], path, and shapes.
-
-        shapes is ((height, width) of the file, ((gain y, gain x), (pad x, pad y))), or None for a mosaic.
-        """
-        index = self.indices[index]
-        if self.mosaic and random.random() < self.hyp["mosaic"]:
-            img, labels = self._mosaic_sample(index)
-            shapes = None
-        else:
-            img, labels, shapes = self._plain_sample(index)
-        if self.augment:
-            colours = draw_colours(self.hyp["hsv_h"], self.hyp["hsv_s"], self.hyp["hsv_v"])
-            is_pasting = random.random() < self.hyp["paste_in"]
-            img = self.finish.recolour(img, colours, now=is_pasting)
-            if is_pasting:
-                labels = pastein(img, labels, self.samples_to_paste())
-
-        labels[:, 1:5] = xyxy2xywh(labels[:, 1:5]) / np.array(img.shape[1::-1] * 2, np.float32)
-        if self.augment:
-            img, labels = self._flipped(img, labels)
-
-        targets = torch.from_numpy(np.concatenate((np.zeros_like(labels[:, :1]), labels), axis=1))
-        return torch.from_numpy(self.finish.pixels(img, self.new_image)), targets, self.img_files[index], shapes
-
-    def _mosaic_sample(self, index):
-        """A mosaic, perhaps mixed with a second one."""
-        load = self._draw_layout()
-        img, labels = load(self, index)
-        if random.random() < self.hyp["mixup"]:
-            load = self._draw_layout()
-            # stock behaviour: the partner is any picture, even when `indices` are weighted
-            other, more = load(self, random.randint(0, self.n - 1))
-            img, labels = mixup(whole(img), labels, whole(other), more)
-        return img, labels
-
-    def _draw_layout(self):
-        return load_mosaic if random.random() < 0.8 else load_mosaic9
-
-    def _plain_sample(self, index):
-        """One letterboxed picture, warped when augmenting."""
-        img, (height0, width0), (height, width) = load_image(self, index)
-        shape = self.batch_shapes[self.batch[index]] if self.rect else self.img_size
-        img, ratio, pad = letterbox(img, shape, auto=False, scaleup=self.augment)
-        shapes = (height0, width0), ((height / height0, width / width0), pad)
-        labels = self.labels[index].copy()
-        labels[:, 1:] = xywhn2xyxy(labels[:, 1:], ratio[0] * width, ratio[1] * height, *pad)
-        if self.augment:
-            hyp = self.hyp
-            img, labels = random_perspective(
-                img, labels, (), hyp["degrees"], hyp["translate"], hyp["scale"], hyp["shear"], hyp["perspective"]
-            )
-        return img, labels, shapes
-
-    def samples_to_paste(self):
-        """At least 30 objects from random mosaics; none if the first mosaic has none."""
-        samples = []
-        while len(samples) < SAMPLES_TO_PASTE:
-            samples += load_samples(self, random.randint(0, self.n - 1))
-            if not samples:
-                break
-        return samples
-
-    def _flipped(self, img, labels):
-        """Flip up-down and left-right, each with its own probability."""
-        if random.random() < self.hyp["flipud"]:
-            img = self.finish.flip(img, 0)
-            labels[:, 2] = 1 - labels[:, 2]
-        if random.random() < self.hyp["fliplr"]:
-            img = self.finish.flip(img, 1)
-            labels[:, 1] = 1 - labels[:, 1]
-        return img, labels
-
-
-def _with_class_zero(labels):
-    labels = labels.copy()
-    labels[:, 0] = 0
-    return labels
-
-
-def collate_fn(samples):
-    """Samples to one batch; column 0 of the targets becomes the position in the batch."""
-    images, targets, paths, shapes = zip(*samples, strict=True)
-    return torch.stack(images), _numbered(targets), paths, shapes
-
-
-def collate_fn4(samples):
-    """A quarter as many pictures of twice the size: four tiled, or one enlarged, with equal chance (--quad).
-
-    What is left over is dropped, unless the batch has fewer than four pictures: then its first one is enlarged.
-    """
-    images, targets, paths, shapes = zip(*samples, strict=True)
-    num_groups = max(len(images) // 4, 1)
-    big_images, big_targets = [], []
-    for start in range(0, 4 * num_groups, 4):
-        group = slice(start, start + 4)
-        enlarge = random.random() < 0.5 or len(images) < 4
-        image, labels = (_enlarged if enlarge else _tiled)(images[group], targets[group])
-        big_images.append(image)
-        big_targets.append(labels)
-    # stock behaviour: paths and shapes are those of the first pictures of the batch, not of the groups
-    return torch.stack(big_images), _numbered(big_targets), paths[:num_groups], shapes[:num_groups]
-
-
-def _enlarged(images, targets):
-    """The first picture at twice its size, with its labels."""
-    image = torch.nn.functional.interpolate(
-        images[0][None].float(), scale_factor=2.0, mode="bilinear", align_corners=False
-    )
-    return image[0].to(images[0].dtype), targets[0]
-
-
-def _tiled(images, targets):
-    """Four pictures in a square: first column the first and second, second column the third and fourth."""
-    columns = [torch.cat(images[k : k + 2], dim=1) for k in (0, 2)]
-    shifts = torch.tensor([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
-    labels = []
-    for rows, shift in zip(targets, shifts, strict=True):
-        rows = rows.clone()
-        rows[:, 2:4] += shift
-        rows[:, 2:6] *= 0.5
-        labels.append(rows)
-    return torch.cat(columns, dim=2), torch.cat(labels)
-
-
-def _numbered(targets):
-    """Concatenated targets with their position in the batch in column 0."""
-    for position, rows in enumerate(targets):
-        rows[:, 0] = position
-    return torch.cat(targets)
-
-
-LoadImagesAndLabels.collate_fn = staticmethod(collate_fn)
-LoadImagesAndLabels.collate_fn4 = staticmethod(collate_fn4)

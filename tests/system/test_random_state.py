@@ -97,3 +97,25 @@ def test_without_a_fitting_state_nothing_is_drawn_twice():
     seed_all(1)
     random_state.resume(progress([], 3), SINGLE)
     assert draws() == seen[1]
+
+
+def test_generators_go_on_after_an_error():
+    random.seed(1)
+    expected = random.random()
+    random.seed(1)
+    with pytest.raises(ValueError), random_state.generators_kept():
+        random.random()
+        raise ValueError
+    assert random.random() == expected
+
+
+def test_seed_of_an_epoch():
+    random_state.seed_epoch(7, 1)
+    first = random.random(), np.random.rand()
+    random_state.seed_epoch(7, 2)
+    assert random.random() != first[0]
+    random_state.seed_epoch(7, 1)
+    assert (random.random(), np.random.rand()) == first
+    state = random.getstate()
+    random_state.seed_epoch(None, 1)
+    assert random.getstate() == state

@@ -184,7 +184,7 @@ def main_process_is_idle(setup):
 
 
 def a_killed_worker_is_said(setup):
-    from utils.data.fast.worker_pool import LoaderError
+    from utils.data.worker_errors import LoaderError
 
     before = children()
     loader, _ = open_loader(setup, 2, **TENSOR)
@@ -237,7 +237,7 @@ def another_collation(setup):
 
 
 def a_stuck_worker_is_said(setup):
-    from utils.data.fast.worker_pool import LoaderError
+    from utils.data.worker_errors import LoaderError
 
     if not hasattr(signal, "SIGSTOP"):
         raise NotMeasured("this system cannot stop a process")

@@ -248,4 +248,4 @@ def _warped(mosaic, hyp, border):
     warp = draw_warp(mosaic.side, mosaic.side, *ranges, border)
     near = warp.may_show(labels[:, 1:])  # the others would be dropped in the end
     labels = warp_labels(labels[near], mosaic.segments(near), warp)
-    return mosaic.dataset.finish.warped(mosaic, warp), labels
+    return mosaic.dataset.warped(mosaic, warp), labels

@@ -1,4 +1,4 @@
-"""The states of all random generators of a run as plain values, which a checkpoint may hold."""
+"""Random generators: their states as plain values that a checkpoint may hold, and streams that derive from --seed."""
 
 import random
 from contextlib import contextmanager
@@ -7,7 +7,32 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from utils.data.keyed_dataset import seed_generators
+# What a stream is for; the first part of what it is derived from after the seed.
+SAMPLE, GROUP, ORDER, EPOCH = range(4)
+
+
+def seed_generators(*numbers):
+    """Seed Python's and NumPy's global generators from non-negative integers."""
+    state = np.random.SeedSequence(numbers).generate_state(8)
+    random.seed(state.tobytes())
+    np.random.seed(state)
+
+
+@contextmanager
+def generators_kept():
+    """Whatever the body draws, the global generators go on afterwards as if it had not."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+def seed_epoch(seed, epoch):
+    """At the start of an epoch: what the main process draws itself (--image-weights, --multi-scale). None: nothing."""
+    if seed is not None:
+        seed_generators(seed, EPOCH, epoch)
 
 
 def capture():

@@ -13,8 +13,8 @@ import torch
 from tests.loader_cases import BATCH, HYP, OPT, assert_same, copied, make_loader, read, same
 from utils.data.fast import loader as fast_loader
 from utils.data.fast.shm_batches import Assembly, Ring, SlabLoader, choose_micro_batch, ring_length
-from utils.data.fast.worker_pool import LoaderError
 from utils.data.keyed_dataset import KeyedDataset
+from utils.data.worker_errors import LoaderError
 from utils.datasets import LoadImagesAndLabels, create_dataloader
 from utils.system import memory
 

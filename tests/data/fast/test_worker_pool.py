@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.loader_cases import make_loader
-from utils.data.fast.worker_pool import LoaderError, about
+from utils.data.worker_errors import LoaderError, about
 from utils.datasets import LoadImagesAndLabels
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -39,6 +39,9 @@ class Unwarped:
         """The picture [h x w x 3: BGR], in `out` if given."""
         return self.warp.image(self.mosaic.painted(self.warp.source_area()), out)
 
+    def __array__(self, dtype=None, copy=None):
+        return self.whole()
+
     def write(self, place, grid, way=None):
         """Paint the part that is seen into `place` [any x w x 3] and describe it in `grid`; False if it cannot wait."""
         way = way or way_of_warping(self.warp.width)

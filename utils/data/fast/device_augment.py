@@ -1,11 +1,11 @@
 """The last steps of a training sample: warp, colours, flips, and pixels into the order that a network reads.
 
-    AtOnce  in the worker that made the sample, as stock YOLOv7 does it
-    Later   on the GPU, for a whole batch: the worker writes the picture as it is and a recipe of what is left to do
+The data set makes them in the worker that made the sample, as stock YOLOv7 does it. `Later` leaves them to the GPU, for
+a whole batch: the worker writes the picture as it is and a recipe of what is left to do.
 
 Both give the same bytes, for rows of a length that `agrees_with_table`. The way to HSV is integer arithmetic; the way
 back is looked up in a table that OpenCV itself has filled. The picture of a sample that gets objects pasted in needs
-its colours before that, so it has them at once; when the warp can wait is said in late_warp.py.
+its colours before that, so it has them at once; when the warp can wait is said in deferred.py.
 """
 
 import logging
@@ -26,29 +26,6 @@ logger = logging.getLogger(__name__)
 HUES = 180
 
 
-class AtOnce:
-    """Every step where it stands."""
-
-    def warped(self, mosaic, warp):
-        """The picture [h x w x 3: BGR] that `warp` makes of `mosaic`."""
-        return Unwarped(mosaic, warp).whole()
-
-    def recolour(self, img, colours, now):
-        """`img` [h x w x 3: BGR] with other colours, perhaps changed in place."""
-        colours.apply(img)
-        return img
-
-    def flip(self, img, axis):
-        """`img` upside down (axis 0) or mirrored (axis 1)."""
-        return cv2.flip(img, axis)
-
-    def pixels(self, img, new_image):
-        """What the sample hands over: RGB planes [3 x h x w] in an array that `new_image` makes."""
-        planes = new_image((3, *img.shape[:2]), np.uint8)
-        cv2.split(img, planes[::-1])
-        return planes
-
-
 class Later:
     """Writes the steps down in `recipe` [bytes], which has to be set for each sample.
 
@@ -56,6 +33,7 @@ class Later:
     """
 
     recipe = None
+    new_image = staticmethod(np.empty)
 
     def begin(self, recipe):
         self.recipe = recipe
@@ -78,14 +56,14 @@ class Later:
         self.recipe[MIRRORED if axis else UPSIDE_DOWN] = 1
         return img
 
-    def pixels(self, img, new_image):
+    def pixels(self, img):
         """The picture [h x w x 3: BGR] itself, or the part of a mosaic that the GPU has to warp.
 
         Where there is a choice, the picture is the upper part of [ROOM * h x w x 3].
         """
         height, width, _ = img.shape
         may_wait = len(self.recipe) > RECIPE
-        place = new_image((ROOM * height if may_wait else height, width, 3), np.uint8)
+        place = self.new_image((ROOM * height if may_wait else height, width, 3), np.uint8)
         if not isinstance(img, Unwarped):
             place[:height] = img
         elif may_wait and img.write(place, self.recipe[RECIPE:].view(np.int32)):

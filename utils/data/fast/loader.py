@@ -3,21 +3,20 @@
 import logging
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, repeat
 
-import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, get_worker_info
+from torch.utils.data import BatchSampler
 
+from utils.data.epoch_loader import EpochLoader, NamedErrors
 from utils.data.fast.deferred import ROOM, way_of_warping
 from utils.data.fast.device_augment import agrees_with_table, gpu_agrees
 from utils.data.fast.recipe import RECIPE, recipe_bytes
 from utils.data.fast.shm_batches import SlabLoader, choose_micro_batch, ring_length
-from utils.data.fast.worker_pool import LoaderError, about, can_fork, end_with_a_lost_batch, in_words
-from utils.data.keyed_dataset import EpochOrder, KeyedDataset, SeededQuad, WithKeys
-from utils.data.short_epochs import ShortEpochs
-from utils.system.files import printable
-from utils.system.memory import check_memory, shared_array, warn_about_shared_memory
+from utils.data.fast.worker_pool import can_fork
+from utils.data.keyed_dataset import KeyedDataset, SeededQuad, WithKeys
+from utils.data.sampler import EpochOrder, ShortEpochs
+from utils.data.worker_errors import end_with_a_lost_batch
+from utils.system.memory import check_memory, warn_about_shared_memory
 
 logger = logging.getLogger(__name__)
 
@@ -41,74 +40,6 @@ class Settings:
     max_batches: int | None = None
 
 
-class Passes:
-    """A torch DataLoader, each pass of which is an epoch; what goes wrong in it is a LoaderError.
-
-    `endless`: one pass that never ends, so that the workers prefetch across the ends of epochs.
-    """
-
-    def __init__(self, source, batches, endless, batch_size, in_work, **options):
-        self.source, self.dataset, self.sampler, self.batch_size = source, source.dataset, batches.sampler, batch_size
-        self.num_batches, self.num_workers = len(batches), options["num_workers"]
-        self.loader = DataLoader(batch_sampler=_Endless(batches) if endless else batches, **options)
-        self.endless = iter(self.loader) if endless else None
-        self.in_work = in_work
-
-    def __len__(self):
-        return self.num_batches
-
-    def __iter__(self):
-        if self.endless is None:
-            self.source.publish_indices()
-        batches = iter(self.loader) if self.endless is None else self.endless
-        for _ in range(len(self)):
-            try:
-                batch = next(batches)
-            except Exception as error:
-                text = _last_line(error)
-                died = text.startswith("DataLoader ")  # killed or silent: torch knows its process only
-                raise LoaderError(f"{text} Its workers were at {self.in_work()}" if died else text) from error
-            yield batch
-
-
-class _Endless:
-    def __init__(self, batches):
-        self.batches = batches
-
-    def __iter__(self):
-        return chain.from_iterable(repeat(self.batches))
-
-
-class _NamedErrors(Dataset):
-    """Samples of a KeyedDataset; an error names the file of the sample, and `in_work` what the workers were at."""
-
-    def __init__(self, source, num_workers):
-        self.source = source
-        self.keys = shared_array((num_workers, 2), np.int64)
-        self.keys[:] = -1
-
-    def __len__(self):
-        return len(self.source)
-
-    def __getitem__(self, key):
-        worker = get_worker_info()
-        if worker:
-            self.keys[worker.id] = key
-        try:
-            return self.source[key]
-        except Exception as error:  # whatever it is, it belongs to this sample
-            raise LoaderError(about(self.source.path(key), in_words(error))) from error
-
-    def in_work(self):
-        """The pictures that the workers read last; one of them may have been too much for its worker."""
-        return ", ".join(printable(self.source.path(key)) for key in self.keys.tolist() if key[0] >= 0)
-
-
-def _last_line(error):
-    """What torch's loader wants to say: it puts the traceback of a worker in front."""
-    return str(error).strip().splitlines()[-1].removeprefix(f"{LoaderError.__module__}.{LoaderError.__name__}: ")
-
-
 def build_loader(dataset, batch_size, workers, settings, *, rank=-1, world_size=1, image_weights=False, collate_fn,
                  collate_fn4=None):  # fmt: skip
     """The loader of `dataset` that `settings` ask for; `collate_fn4` is given under --quad.
@@ -127,7 +58,7 @@ def build_loader(dataset, batch_size, workers, settings, *, rank=-1, world_size=
     settings = settings_that_work(settings, workers, warn=dataset.augment)
     if image_weights and settings.persistent_workers:
         source.share_indices()
-    batch_bytes = 3 * max_pixels(dataset) * (max(batch_size, 4) if collate_fn4 else batch_size)
+    batch_bytes = 3 * dataset.max_pixels * (max(batch_size, 4) if collate_fn4 else batch_size)
     if settings.worker_tensor:
         recipe = recipe_for(dataset, collate_fn4, settings.warp_later) if settings.finish_later else 0
         batch_bytes *= ROOM if recipe > RECIPE else 1
@@ -155,12 +86,12 @@ def build_loader(dataset, batch_size, workers, settings, *, rank=-1, world_size=
             dataset, batch_size, workers, less, rank=rank, world_size=world_size, image_weights=image_weights,
             collate_fn=collate_fn, collate_fn4=collate_fn4,
         )  # fmt: skip
-    named = samples = _NamedErrors(source, workers)
+    named = samples = NamedErrors(source, workers)
     collate = collate_fn4 or collate_fn
     if collate_fn4 and source.seed is not None:
         samples, collate = WithKeys(samples), SeededQuad(source, collate_fn4)
     warn_about_shared_memory(workers * (settings.prefetch_factor or 2) * batch_bytes)
-    return Passes(
+    return EpochLoader(
         source, batches, endless=not image_weights, in_work=named.in_work,
         dataset=samples, batch_size=batch_size, num_workers=workers,
         collate_fn=collate, pin_memory=torch.cuda.is_available(), worker_init_fn=partial(_enter, source),
@@ -194,10 +125,3 @@ def settings_that_work(settings, workers, warn=True):
         why = "this system cannot fork" if workers else "there are no loader workers (--workers 0, or a batch of one)"
         logger.warning("%s: %s; the reference loader is used", flags, why)
     return replace(settings, persistent_workers=False, worker_tensor=False, micro_batch_size=0, finish_later=False)
-
-
-def max_pixels(dataset):
-    """Pixels of the largest image that the data set makes."""
-    if dataset.rect:
-        return int(dataset.batch_shapes.prod(1).max())
-    return dataset.img_size**2

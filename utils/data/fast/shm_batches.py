@@ -16,14 +16,15 @@ import math
 import os
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import chain, repeat
 from threading import Thread
 
 import numpy as np
 import torch
 
 from utils.data.fast.device_augment import Later, Unfinished
-from utils.data.fast.worker_pool import LoaderError, Workers
+from utils.data.fast.worker_pool import Workers
+from utils.data.sampler import EndlessBatches
+from utils.data.worker_errors import LoaderError
 from utils.system.memory import in_words, shared_array
 
 logger = logging.getLogger(__name__)
@@ -119,10 +120,13 @@ class Assembly:
 
     def enter(self):
         self.source.enter_worker()
+        dataset = self.source.dataset
         if not self.collate_group:
-            self.source.dataset.new_image = self._place
-        if self.finish:
-            self.source.dataset.finish = self.finish
+            dataset.new_image = self._place
+        if self.finish:  # its steps in place of the data set's own
+            self.finish.new_image = self._place
+            for step in ("warped", "recolour", "flip", "pixels"):
+                setattr(dataset, step, getattr(self.finish, step))
 
     def _place(self, shape, dtype):
         assert dtype == np.uint8, "slabs hold bytes"
@@ -236,7 +240,7 @@ class SlabLoader:
 
     def _start_workers(self):
         self.workers = Workers(self.assembly, self.num_workers, self.timeout)
-        self.keys = chain.from_iterable(repeat(self.batches)) if self.endless else iter(())
+        self.keys = iter(EndlessBatches(self.batches)) if self.endless else iter(())
 
     def _begin_pass(self):
         if self.endless:

@@ -9,28 +9,22 @@ import pickle
 import random
 import selectors
 import signal
-import sys
 import time
 import traceback
 import weakref
 from multiprocessing import get_all_start_methods, get_context
-from multiprocessing.queues import Queue
 
 import cv2
 import numpy as np
 import torch
 
-from utils.system.files import printable
+from utils.data.worker_errors import LoaderError, about, describe
 from utils.system.memory import shared_array
 
 logger = logging.getLogger(__name__)
 
 PARENT_CHECK = 2.0  # seconds between two looks of an idle worker at whether its parent lives
 JOIN_LIMIT = 2.0  # seconds that workers get to end before they are killed
-
-
-class LoaderError(ValueError):
-    """The loader cannot go on; one sentence with the sample and the cause."""
 
 
 def can_fork():
@@ -157,7 +151,7 @@ def _work(job, doing, reader, lock, writer, parent, seed):
         try:
             answer = task, job(task, doing), None
         except Exception as error:  # whatever it is, the main process has to know
-            answer = task, None, (in_words(error), traceback.format_exc(), doing.tolist())
+            answer = task, None, (describe(error), traceback.format_exc(), doing.tolist())
         try:
             writer.send(answer)
         except OSError:  # the main process is gone
@@ -177,29 +171,3 @@ def _next_task(reader, lock, parent):
             finally:
                 lock.release()
     return None
-
-
-def end_with_a_lost_batch(worker_id):
-    """For the `worker_init_fn` of torch's DataLoader: a worker that cannot pass a batch on ends.
-
-    Left alone it drops the batch, for which the main process then waits in vain. The usual cause is a full /dev/shm.
-    """
-
-    def end(error, batch):
-        print(f"loader worker {worker_id} cannot pass on a batch: {in_words(error)}", file=sys.stderr, flush=True)
-        os._exit(1)
-
-    Queue._on_queue_feeder_error = staticmethod(end)
-
-
-def about(file, text):
-    """`text` with the name of the `file` in front, if it does not begin with that already."""
-    return text if text.startswith(f"{printable(file)}:") else f"{printable(file)}: {text}"
-
-
-def in_words(error):
-    """An exception as a part of a sentence."""
-    if isinstance(error, MemoryError):
-        return "out of memory; fewer --workers or a smaller batch need less"
-    text = printable(error).strip() or "no message"
-    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"

@@ -1,0 +1,274 @@
+"""The training data: images and labels of a data set, augmented sample by sample, and collated into batches.
+
+A batch is (uint8 images [b x 3 x h x w] RGB, targets [n x 6: position in the batch, class, x, y, w, h normalised],
+paths, shapes).
+"""
+
+import random
+
+import cv2
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from utils.data.image_cache import use_disk_cache, use_memory_cache
+from utils.data.mosaic import load_image, load_mosaic, load_mosaic9, load_samples
+from utils.data.paste import pastein
+from utils.data.scan import scan_dataset
+from utils.data.transforms import draw_colours, letterbox, mixup, random_perspective
+from utils.ops.boxes import xywhn2xyxy, xyxy2xywh
+
+AUGMENTATION_KEYS = (
+    "hsv_h", "hsv_s", "hsv_v", "degrees", "translate", "scale", "shear", "perspective",
+    "flipud", "fliplr", "mosaic", "mixup", "copy_paste", "paste_in",
+)  # fmt: skip
+SAMPLES_TO_PASTE = 30  # objects collected before paste-in chooses among them
+
+
+class LoadImagesAndLabels(Dataset):
+    """Pictures and labels, one sample for each picture: (image, targets, path, shapes).
+
+    `path` is a folder, a list file, or a list of those; `pad` is in strides; `hyp` is needed only for augmenting;
+    `pick(ScannedDataset)` may leave a part of it.
+
+    `labels` float32 [n x 5: class, x, y, w, h normalised] and `segments` (polygons [m x 2] normalised, one for each
+    label or none at all) are lists with one entry for each picture; `shapes` [n x 2] is (width, height) of the files.
+    With `rect` the pictures are sorted by aspect ratio, and each batch has the smallest common shape.
+    """
+
+    new_image = staticmethod(np.empty)  # where pixels of a sample go; --worker-tensor knows a place in its batch
+
+    def __init__(
+        self,
+        path,
+        img_size=640,
+        batch_size=16,
+        augment=False,
+        hyp=None,
+        rect=False,
+        image_weights=False,
+        cache_images=False,
+        single_cls=False,
+        stride=32,
+        pad=0.0,
+        prefix="",
+        pick=None,
+    ):
+        missing = [key for key in AUGMENTATION_KEYS if key not in (hyp or {})] if augment else []
+        if missing:
+            raise ValueError(
+                f"augmenting needs the hyper-parameters {', '.join(missing)}; load_hyp() supplies them all"
+            )
+        self.path = path
+        self.img_size = img_size
+        self.augment = augment
+        self.hyp = hyp
+        self.image_weights = image_weights
+        self.rect = rect and not image_weights
+        self.mosaic = augment and not self.rect
+        self.mosaic_border = (-img_size // 2, -img_size // 2)
+        self.stride = stride
+
+        scanned = scan_dataset(path, prefix) if pick is None else pick(scan_dataset(path, prefix))
+        self.img_files, self.label_files = list(scanned.img_files), list(scanned.label_files)
+        self.labels, self.segments = list(scanned.labels), list(scanned.segments)
+        self.shapes, self.findings = np.asarray(scanned.shapes, np.float64), scanned.findings
+        if single_cls:
+            self.labels = [_with_class_zero(labels) for labels in self.labels]
+
+        self.n = len(self.img_files)
+        self.indices = range(self.n)
+        self.batch = np.arange(self.n) // batch_size
+        if self.rect:
+            self._sort_by_aspect_ratio()
+            self.batch_shapes = self._shapes_of_batches(pad)
+        self.imgs, self.img_hw0, self.img_hw = [None] * self.n, [None] * self.n, [None] * self.n
+        self.memory_cache = None
+        if cache_images == "disk":
+            use_disk_cache(self, prefix)
+        elif cache_images:
+            use_memory_cache(self, prefix)
+
+    def _sort_by_aspect_ratio(self):
+        """Flat pictures first. The order of equal ratios is that of NumPy's default sort, as in stock."""
+        order = (self.shapes[:, 1] / self.shapes[:, 0]).argsort()
+        self.shapes = self.shapes[order]
+        for name in ("img_files", "label_files", "labels", "segments"):
+            entries = getattr(self, name)
+            setattr(self, name, [entries[i] for i in order])
+
+    def _shapes_of_batches(self, pad):
+        """(height, width) of each batch in pixels [num batches x 2], multiples of the stride; `pad` in strides."""
+        ratios = self.shapes[:, 1] / self.shapes[:, 0]
+        units = np.ones((self.batch[-1] + 1, 2))
+        for b, unit in enumerate(units):
+            of_batch = ratios[self.batch == b]
+            if of_batch.max() < 1:
+                unit[0] = of_batch.max()
+            elif of_batch.min() > 1:
+                unit[1] = 1 / of_batch.min()
+        return np.ceil(units * self.img_size / self.stride + pad).astype(int) * self.stride
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, index):
+        """uint8 image [3 x h x w] RGB, targets [n x 6: 0, class, x, y, w, h normalised], path, and shapes.
+
+        shapes is ((height, width) of the file, ((gain y, gain x), (pad x, pad y))), or None for a mosaic.
+        """
+        index = self.indices[index]
+        if self.mosaic and random.random() < self.hyp["mosaic"]:
+            img, labels = self._mosaic_sample(index)
+            shapes = None
+        else:
+            img, labels, shapes = self._plain_sample(index)
+        if self.augment:
+            colours = draw_colours(self.hyp["hsv_h"], self.hyp["hsv_s"], self.hyp["hsv_v"])
+            is_pasting = random.random() < self.hyp["paste_in"]
+            img = self.recolour(img, colours, now=is_pasting)
+            if is_pasting:
+                labels = pastein(img, labels, self.samples_to_paste())
+
+        labels[:, 1:5] = xyxy2xywh(labels[:, 1:5]) / np.array(img.shape[1::-1] * 2, np.float32)
+        if self.augment:
+            img, labels = self._flipped(img, labels)
+
+        targets = torch.from_numpy(np.concatenate((np.zeros_like(labels[:, :1]), labels), axis=1))
+        return torch.from_numpy(self.pixels(img)), targets, self.img_files[index], shapes
+
+    def _mosaic_sample(self, index):
+        """A mosaic, perhaps mixed with a second one."""
+        load = self._draw_layout()
+        img, labels = load(self, index)
+        if random.random() < self.hyp["mixup"]:
+            load = self._draw_layout()
+            # stock behaviour: the partner is any picture, even when `indices` are weighted
+            other, more = load(self, random.randint(0, self.n - 1))
+            img, labels = mixup(np.asarray(img), labels, np.asarray(other), more)
+        return img, labels
+
+    def _draw_layout(self):
+        return load_mosaic if random.random() < 0.8 else load_mosaic9
+
+    def _plain_sample(self, index):
+        """One letterboxed picture, warped when augmenting."""
+        img, (height0, width0), (height, width) = load_image(self, index)
+        shape = self.batch_shapes[self.batch[index]] if self.rect else self.img_size
+        img, ratio, pad = letterbox(img, shape, auto=False, scaleup=self.augment)
+        shapes = (height0, width0), ((height / height0, width / width0), pad)
+        labels = self.labels[index].copy()
+        labels[:, 1:] = xywhn2xyxy(labels[:, 1:], ratio[0] * width, ratio[1] * height, *pad)
+        if self.augment:
+            hyp = self.hyp
+            img, labels = random_perspective(
+                img, labels, (), hyp["degrees"], hyp["translate"], hyp["scale"], hyp["shear"], hyp["perspective"]
+            )
+        return img, labels, shapes
+
+    @property
+    def max_pixels(self):
+        """Pixels of the largest image that the data set makes."""
+        return int(self.batch_shapes.prod(1).max()) if self.rect else self.img_size**2
+
+    def samples_to_paste(self):
+        """At least 30 objects from random mosaics; none if the first mosaic has none."""
+        samples = []
+        while len(samples) < SAMPLES_TO_PASTE:
+            samples += load_samples(self, random.randint(0, self.n - 1))
+            if not samples:
+                break
+        return samples
+
+    def _flipped(self, img, labels):
+        """Flip up-down and left-right, each with its own probability."""
+        if random.random() < self.hyp["flipud"]:
+            img = self.flip(img, 0)
+            labels[:, 2] = 1 - labels[:, 2]
+        if random.random() < self.hyp["fliplr"]:
+            img = self.flip(img, 1)
+            labels[:, 1] = 1 - labels[:, 1]
+        return img, labels
+
+    # The steps on pixels, which a subclass may leave to somebody else.
+
+    def warped(self, mosaic, warp):
+        """The image [h x w x 3: BGR] that `warp` makes of a Mosaic."""
+        return warp.image(mosaic.painted(warp.source_area()))
+
+    def recolour(self, img, colours, now):
+        """`img` [h x w x 3: BGR] with other colours, perhaps changed in place; `now`: its pixels are needed next."""
+        colours.apply(img)
+        return img
+
+    def flip(self, img, axis):
+        """`img` upside down (axis 0) or mirrored (axis 1)."""
+        return cv2.flip(img, axis)
+
+    def pixels(self, img):
+        """What a sample hands over of `img` [h x w x 3: BGR]: RGB planes [3 x h x w] in a `new_image`."""
+        planes = self.new_image((3, *img.shape[:2]), np.uint8)
+        cv2.split(img, planes[::-1])
+        return planes
+
+
+def _with_class_zero(labels):
+    labels = labels.copy()
+    labels[:, 0] = 0
+    return labels
+
+
+def collate_fn(samples):
+    """Samples to one batch; column 0 of the targets becomes the position in the batch."""
+    images, targets, paths, shapes = zip(*samples, strict=True)
+    return torch.stack(images), _numbered(targets), paths, shapes
+
+
+def collate_fn4(samples):
+    """A quarter as many pictures of twice the size: four tiled, or one enlarged, with equal chance (--quad).
+
+    What is left over is dropped, unless the batch has fewer than four pictures: then its first one is enlarged.
+    """
+    images, targets, paths, shapes = zip(*samples, strict=True)
+    num_groups = max(len(images) // 4, 1)
+    big_images, big_targets = [], []
+    for start in range(0, 4 * num_groups, 4):
+        group = slice(start, start + 4)
+        enlarge = random.random() < 0.5 or len(images) < 4
+        image, labels = (_enlarged if enlarge else _tiled)(images[group], targets[group])
+        big_images.append(image)
+        big_targets.append(labels)
+    # stock behaviour: paths and shapes are those of the first pictures of the batch, not of the groups
+    return torch.stack(big_images), _numbered(big_targets), paths[:num_groups], shapes[:num_groups]
+
+
+def _enlarged(images, targets):
+    """The first picture at twice its size, with its labels."""
+    image = torch.nn.functional.interpolate(
+        images[0][None].float(), scale_factor=2.0, mode="bilinear", align_corners=False
+    )
+    return image[0].to(images[0].dtype), targets[0]
+
+
+def _tiled(images, targets):
+    """Four pictures in a square: first column the first and second, second column the third and fourth."""
+    columns = [torch.cat(images[k : k + 2], dim=1) for k in (0, 2)]
+    shifts = torch.tensor([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
+    labels = []
+    for rows, shift in zip(targets, shifts, strict=True):
+        rows = rows.clone()
+        rows[:, 2:4] += shift
+        rows[:, 2:6] *= 0.5
+        labels.append(rows)
+    return torch.cat(columns, dim=2), torch.cat(labels)
+
+
+def _numbered(targets):
+    """Concatenated targets with their position in the batch in column 0."""
+    for position, rows in enumerate(targets):
+        rows[:, 0] = position
+    return torch.cat(targets)
+
+
+LoadImagesAndLabels.collate_fn = staticmethod(collate_fn)
+LoadImagesAndLabels.collate_fn4 = staticmethod(collate_fn4)
