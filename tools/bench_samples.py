@@ -29,8 +29,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from utils import datasets
+from utils.data import affine, mosaic, paste
 from utils.data import dataset as sample
-from utils.data import mosaic, paste, transforms
 from utils.ops.boxes import resample_segments, segment2box
 
 COMMON = {
@@ -125,8 +125,8 @@ def plain_form():
         (paste, "Sample", PlainSample),
         (sample, "load_samples", plain_load_samples),
         (sample, "mixup", plain_mixup),
-        (transforms.Warp, "polygon_boxes", plain_polygon_boxes),
-        (transforms.Warp, "source_area", lambda warp: (-np.inf, -np.inf, np.inf, np.inf)),
+        (affine.Affine, "polygon_boxes", plain_polygon_boxes),
+        (affine.Affine, "source_area", lambda warp: (-np.inf, -np.inf, np.inf, np.inf)),
     )
     with ExitStack() as stack:
         for owner, name, replacement in replacements:

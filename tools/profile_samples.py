@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.bench_samples import make_dataset
 from utils.config.hyp import load_hyp
+from utils.data import affine, mosaic
 from utils.data import dataset as sample
-from utils.data import mosaic, transforms
 from utils.data.fast import deferred, device_augment
 from utils.data.fast.recipe import recipe_bytes
 from utils.datasets import LoadImagesAndLabels as Dataset
@@ -35,9 +35,9 @@ from utils.datasets import LoadImagesAndLabels as Dataset
 STEPS = {
     "draw the mosaic": [(mosaic, "draw_mosaic4"), (mosaic, "draw_mosaic9")],
     "labels in pixels": [(mosaic.Mosaic, "labels"), (mosaic.Mosaic, "segments")],
-    "draw the warp": [(mosaic, "draw_warp")],
+    "draw the transform": [(mosaic, "draw_affine")],
     "paint": [(mosaic.Mosaic, "paint")],
-    "warp the picture": [(transforms.Warp, "image")],
+    "warp the image": [(affine.Affine, "image")],
     "warp the labels": [(mosaic, "warp_labels")],
     "mixup": [(sample, "mixup")],
     "objects to paste": [(Dataset, "samples_to_paste")],

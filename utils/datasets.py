@@ -1,19 +1,24 @@
 """create_dataloader, and the other public names that stock YOLOv7 has in this module."""
 
 import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import cv2
 import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from utils.data.affine import box_candidates, random_perspective
 from utils.data.dataset import LoadImagesAndLabels, collate_fn, collate_fn4
 from utils.data.epoch_loader import InfiniteDataLoader
-from utils.data.mosaic import load_image, load_mosaic, load_mosaic9, load_samples
-from utils.data.paste import pastein, sample_segments
-from utils.data.scan import img2label_paths
+from utils.data.images import load_image
+from utils.data.mosaic import load_mosaic, load_mosaic9, load_samples
+from utils.data.paste import copy_paste, pastein, sample_segments
+from utils.data.scan import ScannedDataset, img2label_paths
 from utils.data.stream import LoadImages
-from utils.data.transforms import augment_hsv, box_candidates, copy_paste, letterbox, random_perspective
+from utils.data.transforms import augment_hsv, letterbox
 from utils.data.worker_errors import end_with_a_lost_batch
 from utils.system.distributed import rank_zero_first
 from utils.system.memory import warn_about_shared_memory
@@ -43,43 +48,44 @@ STUCK = 600  # seconds without a batch after which workers are given up: one tha
 
 
 def create_dataloader(
-    path,
-    imgsz,
-    batch_size,
-    stride,
-    opt,
-    hyp=None,
-    augment=False,
-    cache=False,
-    pad=0.0,
-    rect=False,
-    rank=-1,
-    world_size=1,
-    workers=8,
-    image_weights=False,
-    quad=False,
-    prefix="",
-    pick=None,
-    persistent_workers=False,
-    worker_tensor=False,
-    **fast,
-):
+    path: str | Path | Sequence[str | Path],
+    imgsz: int,
+    batch_size: int,
+    stride: int,
+    opt: Any,
+    hyp: dict[str, Any] | None = None,
+    augment: bool = False,
+    cache: bool | str | None = False,
+    pad: float = 0.0,
+    rect: bool = False,
+    rank: int = -1,
+    world_size: int = 1,
+    workers: int = 8,
+    image_weights: bool = False,
+    quad: bool = False,
+    prefix: str = "",
+    subset_filter: Callable[[ScannedDataset], ScannedDataset] | None = None,
+    persistent_workers: bool = False,
+    worker_tensor: bool = False,
+    **fast: Any,
+) -> tuple[Any, LoadImagesAndLabels]:
     """The (loader, dataset) for `path` (folder, list file, or list of those). `opt` needs only `.single_cls`.
 
     `fast`: further fields of data.fast.loader.Settings; with any of them, or a flag, that module makes the loader.
-    stock behaviour: a single process (rank -1) takes the pictures in their order, without shuffling.
+    stock behaviour: a single process (rank -1) takes the images in their order, without shuffling.
     """
     # OpenCV's own threads would compete with the workers, and do not survive the fork that makes them.
     cv2.setNumThreads(0)
-    with rank_zero_first(rank):
+    with rank_zero_first(rank):  # the main process writes the caches, the others read them
         dataset = LoadImagesAndLabels(
             path, imgsz, batch_size, augment=augment, hyp=hyp, rect=rect, image_weights=image_weights,
-            cache_images=cache, single_cls=opt.single_cls, stride=int(stride), pad=pad, prefix=prefix, pick=pick,
+            cache_images=cache, single_cls=opt.single_cls, stride=int(stride), pad=pad, prefix=prefix,
+            subset_filter=subset_filter,
         )  # fmt: skip
     batch_size = min(batch_size, len(dataset))
-    workers = min(os.cpu_count() // world_size, batch_size if batch_size > 1 else 0, workers)
+    workers = min((os.cpu_count() or 1) // world_size, batch_size if batch_size > 1 else 0, workers)
     if persistent_workers or worker_tensor or fast:
-        from utils.data.fast.loader import Settings, build_loader  # opt-in: a run without flags never loads it
+        from utils.data.fast.loader import Settings, build_loader  # here: a run without flags never imports it
 
         settings = Settings(persistent_workers, worker_tensor, **fast)
         return build_loader(

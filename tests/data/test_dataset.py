@@ -21,7 +21,7 @@ from tests.golden_data import (
     seed_both,
     write_dataset,
 )
-from utils.data import mosaic
+from utils.data.images import load_image
 from utils.datasets import InfiniteDataLoader, LoadImagesAndLabels, collate_fn, collate_fn4, create_dataloader
 from utils.ops.boxes import segments2boxes
 
@@ -233,7 +233,7 @@ def test_extreme_aspect_ratio_keeps_a_pixel(options, tmp_path):
     box = "0 0.5 0.5 0.5 0.5\n"
     path = write_dataset(tmp_path, {"flat": (13, 1280, box), "tall": (1280, 13, box), "square": (64, 64, box)})
     dataset = LoadImagesAndLabels(path, 64, hyp=ALL_AUGMENTATIONS | {"mosaic": 1.0}, **options)
-    assert mosaic.load_image(dataset, 0)[2] in ((1, 64), (64, 1))
+    assert load_image(dataset, 0)[2] in ((1, 64), (64, 1))
     seed_both(12)
     for k in range(3):
         image, targets, _, _ = dataset[k]

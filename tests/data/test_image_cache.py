@@ -11,7 +11,7 @@ import pytest
 
 from tests import golden_data
 from utils.data import image_cache
-from utils.data.mosaic import load_image
+from utils.data.images import load_image
 from utils.datasets import LoadImagesAndLabels
 from utils.system import memory
 
@@ -143,7 +143,7 @@ def test_nothing_is_left_of_an_attempt_that_failed(folder, monkeypatch):
     def fail(*args):
         raise ValueError("broken picture")
 
-    monkeypatch.setattr(image_cache, "load_image", fail)
+    monkeypatch.setattr(image_cache, "load_scanned", fail)
     with pytest.raises(ValueError, match="broken picture"):
         open_set(folder)
     assert not [path for path in folder.rglob("*") if "pixels" in path.name]

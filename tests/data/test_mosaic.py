@@ -1,4 +1,4 @@
-"""utils/data/mosaic.py: pictures and mosaics equal to stock's, painted only where somebody looks."""
+"""utils/data/mosaic.py: images and mosaics equal to stock's, painted only where somebody looks."""
 
 import cv2
 import numpy as np
@@ -12,15 +12,14 @@ from tests.golden_data import (
     check_pixels,
     check_streams,
     load_list,
-    numbered,
     relative,
     seed_both,
     write_dataset,
 )
-from utils.data import mosaic
-from utils.data.mosaic import load_image, load_mosaic, load_mosaic9, load_samples
-from utils.data.paste import pastein
-from utils.data.transforms import Warp
+from utils.data import images, mosaic
+from utils.data.affine import Affine
+from utils.data.images import load_image
+from utils.data.mosaic import load_mosaic, load_mosaic9, load_samples
 from utils.datasets import LoadImagesAndLabels
 
 
@@ -61,33 +60,15 @@ def test_load_samples_golden(name, folder):
         check_cut_out(f"{name} mask{k}", sample.cut_out(), arrays[f"mask{k}"])
 
 
-@pytest.mark.parametrize("name", golden_data.names("c_pastein", "empty"))
-def test_pastein_golden(name, folder):
-    entry, arrays = golden_data.load(name)
-    source = entry["samples_from"]
-    dataset = load_list(folder, source["list"], img_size=source["img"], augment=True, hyp=ALL_AUGMENTATIONS)
-    seed_both(source["seed"])
-    samples = dataset.samples_to_paste()
-    parity.check("data paste-in", f"{name} classes", [s.category for s in samples], arrays["sample_labels"])
-    for k, golden in enumerate(numbered(arrays, "image")):
-        check_cut_out(f"{name} image{k}", samples[k].cut_out(), golden)
-    seed_both(entry["seed"])
-    img = arrays["input"].copy()
-    labels = pastein(img, arrays["labels"], samples)
-    check_pixels("data paste-in", f"{name} img", img, arrays["img"])
-    check_labels("data paste-in", f"{name} labels", labels, arrays["out_labels"])
-    check_streams(name, entry["after"])
-
-
 @pytest.mark.parametrize("load", [load_mosaic, load_mosaic9])
 @pytest.mark.parametrize("perspective", [0.0, 0.001])
-def test_pictures_left_out_of_a_mosaic_are_invisible(load, perspective, folder, monkeypatch):
-    """Decoding only what the warp can see gives the very same pictures, with fewer decodes."""
+def test_images_left_out_of_a_mosaic_are_invisible(load, perspective, folder, monkeypatch):
+    """Decoding only what the warp can see gives the very same images, with fewer decodes."""
     hyp = ALL_AUGMENTATIONS | {"perspective": perspective}
     dataset = load_list(folder, "all", img_size=64, augment=True, hyp=hyp)
     opened = []
-    original = mosaic.load_image
-    monkeypatch.setattr(mosaic, "load_image", lambda *args: opened.append(args) or original(*args))
+    original = images.load_image
+    monkeypatch.setattr(images, "load_image", lambda *args: opened.append(args) or original(*args))
 
     def all_results():
         opened.clear()
@@ -96,7 +77,7 @@ def test_pictures_left_out_of_a_mosaic_are_invisible(load, perspective, folder, 
 
     quick, num_quick = all_results()
     everything = (-np.inf, -np.inf, np.inf, np.inf)
-    monkeypatch.setattr(Warp, "source_area", lambda warp: everything)
+    monkeypatch.setattr(Affine, "source_area", lambda affine: everything)
     full, num_full = all_results()
     assert num_quick < num_full <= 40 * (4 if load is load_mosaic else 9)
     for (img, labels), (full_img, full_labels) in zip(quick, full, strict=True):
@@ -115,7 +96,7 @@ def test_mosaic_slices_are_parts_of_the_whole_canvas(folder):
 
 
 def test_polygons_stay_with_their_labels_in_a_mixed_set(folder):
-    """Every object of every picture is in the mosaic, with its class, and the polygon in a row fills the row's box."""
+    """Every object of every image is in the mosaic, with its class, and the polygon in a row fills the row's box."""
     dataset = load_list(folder, "all", img_size=64, augment=True, hyp=ALL_AUGMENTATIONS)
     seed_both(9)
     kinds = set()
@@ -147,7 +128,7 @@ def test_row_kinds_mix_within_one_file(tmp_path):
     assert {sample.category for _ in range(20) for sample in load_samples(dataset, 0)} <= {0, 2}
 
 
-def test_picture_that_changed_its_size_is_named(tmp_path):
+def test_image_that_changed_its_size_is_named(tmp_path):
     path = write_dataset(tmp_path, {"a": (64, 64, "0 0.5 0.5 0.5 0.5\n")})
     dataset = LoadImagesAndLabels(path, 64, augment=True, hyp=ALL_AUGMENTATIONS)
     cv2.imwrite(f"{path}/a.png", np.zeros((32, 64, 3), np.uint8))

@@ -59,7 +59,7 @@ def test_backgrounds_take_part():
 
 
 def test_all_lists_are_cut_alike():
-    part = subset.picker(options(subset_size=5, subset_seed=3))(scanned(LABELS))
+    part = subset.from_options(options(subset_size=5, subset_seed=3))(scanned(LABELS))
     chosen = [int(name.removesuffix(".jpg")) for name in part.img_files]
     assert chosen == subset.choose(LABELS, 5, 3)
     assert part.label_files == [f"{i}.txt" for i in chosen]
@@ -68,14 +68,14 @@ def test_all_lists_are_cut_alike():
 
 
 def test_overfit_takes_the_first():
-    part = subset.picker(options(overfit=True))(scanned(LABELS))
+    part = subset.from_options(options(overfit=True))(scanned(LABELS))
     assert part.img_files == [f"{i}.jpg" for i in range(10)] and part.shapes.shape == (10, 2)
-    assert len(subset.picker(options(overfit=True, subset_size=3))(scanned(LABELS)).labels) == 3
-    assert len(subset.picker(options(overfit=True))(scanned(LABELS[:4])).labels) == 4
+    assert len(subset.from_options(options(overfit=True, subset_size=3))(scanned(LABELS)).labels) == 3
+    assert len(subset.from_options(options(overfit=True))(scanned(LABELS[:4])).labels) == 4
 
 
 def test_without_flags_nothing_is_picked():
-    assert subset.picker(options()) is None
+    assert subset.from_options(options()) is None
 
 
 def test_overfit_hyp_keeps_what_the_file_says():

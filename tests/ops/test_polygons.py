@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from utils.data.transforms import Warp
+from utils.data.affine import Affine
 from utils.ops.boxes import resample_segments, segment2box
 from utils.ops.polygons import MAX_VERTICES, NUM_STEPS, Polygons, ends_on_edges
 
@@ -73,7 +73,7 @@ def direct_boxes(warp, polygons):
 ])  # fmt: skip
 def test_boxes_equal_those_of_all_points_when_scaled_and_shifted(dtype, scale_x, scale_y, shift_x, shift_y):
     polygons = random_polygons(np.random.default_rng(3), 300, dtype)
-    warp = Warp(np.array([[scale_x, 0, shift_x], [0, scale_y, shift_y], [0, 0, 1]], float), 1.0, 100, 80, False)
+    warp = Affine(np.array([[scale_x, 0, shift_x], [0, scale_y, shift_y], [0, 0, 1]], float), 1.0, 100, 80, False)
     assert warp.is_axis_aligned
     boxes = warp.polygon_boxes(polygons)
     assert np.array_equal(boxes, direct_boxes(warp, polygons))
@@ -84,7 +84,7 @@ def test_boxes_equal_those_of_all_points_when_scaled_and_shifted(dtype, scale_x,
 def test_boxes_equal_those_of_all_points_when_turned():
     """Rounding along an edge may then differ in the last place."""
     polygons = random_polygons(np.random.default_rng(4), 300, np.float32)
-    warp = Warp(np.array([[0.9, 0.2, -3], [-0.3, 1.1, 5], [0, 0, 1]]), 1.0, 100, 80, False)
+    warp = Affine(np.array([[0.9, 0.2, -3], [-0.3, 1.1, 5], [0, 0, 1]]), 1.0, 100, 80, False)
     assert not warp.is_axis_aligned
     np.testing.assert_allclose(warp.polygon_boxes(polygons), direct_boxes(warp, polygons), rtol=0, atol=1e-11)
 
@@ -92,7 +92,7 @@ def test_boxes_equal_those_of_all_points_when_turned():
 def test_polygons_of_many_vertices_take_the_direct_way():
     angles = np.linspace(0, 2 * np.pi, 1500, endpoint=False)
     round_one = np.stack((40 + 30 * np.cos(angles), 50 + 45 * np.sin(angles)), axis=1).astype(np.float32)
-    warp = Warp(np.array([[1.1, 0, 3], [0, 1.1, -2], [0, 0, 1]]), 1.1, 100, 80, False)
+    warp = Affine(np.array([[1.1, 0, 3], [0, 1.1, -2], [0, 0, 1]]), 1.1, 100, 80, False)
     boxes = warp.polygon_boxes([round_one, TRIANGLE])
     assert np.array_equal(boxes, direct_boxes(warp, [round_one, TRIANGLE]))
 
@@ -100,7 +100,7 @@ def test_polygons_of_many_vertices_take_the_direct_way():
 def test_scaling_and_shifting_equals_the_matrix_product():
     """Whatever order of summation the linear algebra library has, the terms that are zero change nothing."""
     rng = np.random.default_rng(5)
-    warp = Warp(np.array([[0.613, 0, 11.3], [0, 0.871, -9.7], [0, 0, 1]]), 1.0, 100, 80, False)
+    warp = Affine(np.array([[0.613, 0, 11.3], [0, 0.871, -9.7], [0, 0, 1]]), 1.0, 100, 80, False)
     for count in (1, 3, 8, 100, 5000):
         points = rng.uniform(-50, 700, (count, 2)).astype(np.float32)
         homogeneous = np.concatenate((points, np.ones((count, 1))), axis=1)

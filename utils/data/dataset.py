@@ -5,55 +5,63 @@ paths, shapes).
 """
 
 import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from utils.data.affine import random_perspective
 from utils.data.image_cache import use_disk_cache, use_memory_cache
-from utils.data.mosaic import load_image, load_mosaic, load_mosaic9, load_samples
+from utils.data.images import load_image
+from utils.data.mosaic import load_mosaic, load_mosaic9, load_samples
 from utils.data.paste import pastein
-from utils.data.scan import scan_dataset
-from utils.data.transforms import draw_colours, letterbox, mixup, random_perspective
+from utils.data.scan import ScannedDataset, scan_dataset
+from utils.data.transforms import draw_colours, letterbox, mixup
 from utils.ops.boxes import xywhn2xyxy, xyxy2xywh
 
+AFFINE_KEYS = ("degrees", "translate", "scale", "shear", "perspective")
 AUGMENTATION_KEYS = (
-    "hsv_h", "hsv_s", "hsv_v", "degrees", "translate", "scale", "shear", "perspective",
-    "flipud", "fliplr", "mosaic", "mixup", "copy_paste", "paste_in",
+    "hsv_h", "hsv_s", "hsv_v", *AFFINE_KEYS, "flipud", "fliplr", "mosaic", "mixup", "copy_paste", "paste_in",
 )  # fmt: skip
 SAMPLES_TO_PASTE = 30  # objects collected before paste-in chooses among them
 
+# (uint8 [3 x h x w] RGB, targets [n x 6], path, shapes), see LoadImagesAndLabels.__getitem__
+Sample = tuple[torch.Tensor, torch.Tensor, str, tuple | None]
+
 
 class LoadImagesAndLabels(Dataset):
-    """Pictures and labels, one sample for each picture: (image, targets, path, shapes).
+    """Images and labels of a data set, one sample an image: (image, targets, path, shapes).
 
     `path` is a folder, a list file, or a list of those; `pad` is in strides; `hyp` is needed only for augmenting;
-    `pick(ScannedDataset)` may leave a part of it.
+    `subset_filter(ScannedDataset)` may leave a part of it; `cache_images` is "disk", or true for memory.
 
     `labels` float32 [n x 5: class, x, y, w, h normalised] and `segments` (polygons [m x 2] normalised, one for each
-    label or none at all) are lists with one entry for each picture; `shapes` [n x 2] is (width, height) of the files.
-    With `rect` the pictures are sorted by aspect ratio, and each batch has the smallest common shape.
+    label or none at all) are lists with one entry an image; `shapes` [n x 2] is (width, height) of the files.
+    With `rect` the images are sorted by aspect ratio, and each batch has the smallest common shape.
     """
 
     new_image = staticmethod(np.empty)  # where pixels of a sample go; --worker-tensor knows a place in its batch
 
     def __init__(
         self,
-        path,
-        img_size=640,
-        batch_size=16,
-        augment=False,
-        hyp=None,
-        rect=False,
-        image_weights=False,
-        cache_images=False,
-        single_cls=False,
-        stride=32,
-        pad=0.0,
-        prefix="",
-        pick=None,
-    ):
+        path: str | Path | Sequence[str | Path],
+        img_size: int = 640,
+        batch_size: int = 16,
+        augment: bool = False,
+        hyp: dict[str, Any] | None = None,
+        rect: bool = False,
+        image_weights: bool = False,
+        cache_images: bool | str | None = False,
+        single_cls: bool = False,
+        stride: int = 32,
+        pad: float = 0.0,
+        prefix: str = "",
+        subset_filter: Callable[[ScannedDataset], ScannedDataset] | None = None,
+    ) -> None:
         missing = [key for key in AUGMENTATION_KEYS if key not in (hyp or {})] if augment else []
         if missing:
             raise ValueError(
@@ -63,13 +71,16 @@ class LoadImagesAndLabels(Dataset):
         self.img_size = img_size
         self.augment = augment
         self.hyp = hyp
+        self.affine_ranges = {key: hyp[key] for key in AFFINE_KEYS} if augment else {}  # as draw_affine takes them
         self.image_weights = image_weights
         self.rect = rect and not image_weights
         self.mosaic = augment and not self.rect
         self.mosaic_border = (-img_size // 2, -img_size // 2)
         self.stride = stride
 
-        scanned = scan_dataset(path, prefix) if pick is None else pick(scan_dataset(path, prefix))
+        scanned = scan_dataset(path, prefix)
+        if subset_filter is not None:
+            scanned = subset_filter(scanned)
         self.img_files, self.label_files = list(scanned.img_files), list(scanned.label_files)
         self.labels, self.segments = list(scanned.labels), list(scanned.segments)
         self.shapes, self.findings = np.asarray(scanned.shapes, np.float64), scanned.findings
@@ -90,7 +101,7 @@ class LoadImagesAndLabels(Dataset):
             use_memory_cache(self, prefix)
 
     def _sort_by_aspect_ratio(self):
-        """Flat pictures first. The order of equal ratios is that of NumPy's default sort, as in stock."""
+        """Wide images first. The order of equal ratios is that of NumPy's default sort, as in stock."""
         order = (self.shapes[:, 1] / self.shapes[:, 0]).argsort()
         self.shapes = self.shapes[order]
         for name in ("img_files", "label_files", "labels", "segments"):
@@ -112,11 +123,13 @@ class LoadImagesAndLabels(Dataset):
     def __len__(self):
         return self.n
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> Sample:
         """uint8 image [3 x h x w] RGB, targets [n x 6: 0, class, x, y, w, h normalised], path, and shapes.
 
         shapes is ((height, width) of the file, ((gain y, gain x), (pad x, pad y))), or None for a mosaic.
         """
+        # Stock YOLOv7's samples for the same seeds: each draw keeps its place, its generator (Python's or NumPy's) and
+        # its condition. No draw depends on pixels, so pixels may come later than their draws, or never.
         index = self.indices[index]
         if self.mosaic and random.random() < self.hyp["mosaic"]:
             img, labels = self._mosaic_sample(index)
@@ -125,7 +138,7 @@ class LoadImagesAndLabels(Dataset):
             img, labels, shapes = self._plain_sample(index)
         if self.augment:
             colours = draw_colours(self.hyp["hsv_h"], self.hyp["hsv_s"], self.hyp["hsv_v"])
-            is_pasting = random.random() < self.hyp["paste_in"]
+            is_pasting = random.random() < self.hyp["paste_in"]  # before the objects, which draw mosaics of their own
             img = self.recolour(img, colours, now=is_pasting)
             if is_pasting:
                 labels = pastein(img, labels, self.samples_to_paste())
@@ -143,16 +156,16 @@ class LoadImagesAndLabels(Dataset):
         img, labels = load(self, index)
         if random.random() < self.hyp["mixup"]:
             load = self._draw_layout()
-            # stock behaviour: the partner is any picture, even when `indices` are weighted
+            # stock behaviour: the partner is any image, even when `indices` are weighted
             other, more = load(self, random.randint(0, self.n - 1))
-            img, labels = mixup(np.asarray(img), labels, np.asarray(other), more)
+            img, labels = mixup(np.asarray(img), labels, np.asarray(other), more)  # a deferred image is made here
         return img, labels
 
     def _draw_layout(self):
         return load_mosaic if random.random() < 0.8 else load_mosaic9
 
     def _plain_sample(self, index):
-        """One letterboxed picture, warped when augmenting."""
+        """One letterboxed image, warped when augmenting."""
         img, (height0, width0), (height, width) = load_image(self, index)
         shape = self.batch_shapes[self.batch[index]] if self.rect else self.img_size
         img, ratio, pad = letterbox(img, shape, auto=False, scaleup=self.augment)
@@ -160,14 +173,11 @@ class LoadImagesAndLabels(Dataset):
         labels = self.labels[index].copy()
         labels[:, 1:] = xywhn2xyxy(labels[:, 1:], ratio[0] * width, ratio[1] * height, *pad)
         if self.augment:
-            hyp = self.hyp
-            img, labels = random_perspective(
-                img, labels, (), hyp["degrees"], hyp["translate"], hyp["scale"], hyp["shear"], hyp["perspective"]
-            )
+            img, labels = random_perspective(img, labels, (), **self.affine_ranges)
         return img, labels, shapes
 
     @property
-    def max_pixels(self):
+    def max_pixels(self) -> int:
         """Pixels of the largest image that the data set makes."""
         return int(self.batch_shapes.prod(1).max()) if self.rect else self.img_size**2
 
@@ -190,14 +200,14 @@ class LoadImagesAndLabels(Dataset):
             labels[:, 1] = 1 - labels[:, 1]
         return img, labels
 
-    # The steps on pixels, which a subclass may leave to somebody else.
+    # The steps on pixels. They draw nothing, so that a subclass may leave them to the GPU.
 
-    def warped(self, mosaic, warp):
-        """The image [h x w x 3: BGR] that `warp` makes of a Mosaic."""
-        return warp.image(mosaic.painted(warp.source_area()))
+    def warped(self, mosaic, affine):
+        """The image [h x w x 3: BGR] that `affine` makes of a Mosaic."""
+        return affine.image(mosaic.painted(affine.source_area()))
 
     def recolour(self, img, colours, now):
-        """`img` [h x w x 3: BGR] with other colours, perhaps changed in place; `now`: its pixels are needed next."""
+        """`img` [h x w x 3: BGR] with other Colours, perhaps changed in place; `now`: objects are pasted in next."""
         colours.apply(img)
         return img
 
@@ -225,9 +235,9 @@ def collate_fn(samples):
 
 
 def collate_fn4(samples):
-    """A quarter as many pictures of twice the size: four tiled, or one enlarged, with equal chance (--quad).
+    """A quarter as many images of twice the size: four tiled, or one enlarged, with equal chance (--quad).
 
-    What is left over is dropped, unless the batch has fewer than four pictures: then its first one is enlarged.
+    What is left over is dropped, unless the batch has fewer than four images: then its first one is enlarged.
     """
     images, targets, paths, shapes = zip(*samples, strict=True)
     num_groups = max(len(images) // 4, 1)
@@ -238,12 +248,12 @@ def collate_fn4(samples):
         image, labels = (_enlarged if enlarge else _tiled)(images[group], targets[group])
         big_images.append(image)
         big_targets.append(labels)
-    # stock behaviour: paths and shapes are those of the first pictures of the batch, not of the groups
+    # stock behaviour: paths and shapes are those of the first images of the batch, not of the groups
     return torch.stack(big_images), _numbered(big_targets), paths[:num_groups], shapes[:num_groups]
 
 
 def _enlarged(images, targets):
-    """The first picture at twice its size, with its labels."""
+    """The first image at twice its size, with its labels."""
     image = torch.nn.functional.interpolate(
         images[0][None].float(), scale_factor=2.0, mode="bilinear", align_corners=False
     )
@@ -251,7 +261,7 @@ def _enlarged(images, targets):
 
 
 def _tiled(images, targets):
-    """Four pictures in a square: first column the first and second, second column the third and fourth."""
+    """Four images in a square: first column the first and second, second column the third and fourth."""
     columns = [torch.cat(images[k : k + 2], dim=1) for k in (0, 2)]
     shifts = torch.tensor([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
     labels = []

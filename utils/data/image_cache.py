@@ -1,8 +1,8 @@
-"""--cache-images: all pictures of a split, at the training size, one after the other in one piece of memory.
+"""--cache-images: all images of a split, at the training size, one after the other in one piece of memory.
 
-Where each picture lies follows from the sizes that the scan of the labels found. With `ram` the memory is shared with
-the workers: a process that starts one need not copy the tables of a million pages, which an array for each picture
-would cost. With `disk` it is a file, mapped, with a small one beside it that carries the signature of the pictures;
+Where each image lies follows from the sizes that the scan of the labels found. With `ram` the memory is shared with
+the workers: a process that starts one need not copy the tables of a million pages, which an array for each image
+would cost. With `disk` it is a file, mapped, with a small one beside it that carries the signature of the images;
 ranks share the pages that they read, too, and the system drops pages when memory gets short.
 """
 
@@ -15,21 +15,21 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from tqdm import tqdm
 
+from utils.data.images import load_scanned, resized_shape
 from utils.data.label_cache import cache_location, signature
-from utils.data.mosaic import load_image, resized_shape
 from utils.system.files import atomic_write, printable, remove_leftovers, replacement
 from utils.system.memory import check_memory, give_back, in_words, shared_array
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1  # raise it whenever the pixels of the same picture change
-PORTION = 16  # pictures that a thread reads at a time
+FORMAT_VERSION = 1  # raise it whenever the pixels of the same image change
+PORTION = 16  # images that a thread reads at a time
 RESERVE = 100e6  # bytes that stay free on the disk
 ADVICE = "--cache-images disk needs none; a smaller --img-size, or no --cache-images, needs less"
 
 
 def use_memory_cache(dataset, prefix=""):
-    """Read all pictures into memory, `dataset.imgs`. Raises ValueError when there is too little of it."""
+    """Read all images into memory, `dataset.imgs`. Raises ValueError when there is too little of it."""
     sizes, shapes, ends = _layout(dataset, dataset.img_size)
     num_bytes = int(ends[-1])
     check_memory(num_bytes, "--cache-images needs {}", ADVICE)
@@ -53,7 +53,7 @@ def give_back_memory(dataset):
 
 
 def use_disk_cache(dataset, prefix=""):
-    """Let `dataset.imgs` be read from the file, which is made first unless it fits the present pictures.
+    """Let `dataset.imgs` be read from the file, which is made first unless it fits the present images.
 
     Raises ValueError when the disk has no room or cannot be written to.
     """
@@ -71,7 +71,7 @@ def use_disk_cache(dataset, prefix=""):
 
 
 def _layout(dataset, img_size):
-    """(height, width) of each picture in its file, the same at `img_size` pixels, and where the bytes of each end."""
+    """(height, width) of each image in its file, the same at `img_size` pixels, and where the bytes of each end."""
     sizes = [(int(height), int(width)) for width, height in dataset.shapes.tolist()]
     shapes = [resized_shape(height, width, img_size) for height, width in sizes]
     return sizes, shapes, np.cumsum([3 * height * width for height, width in shapes])
@@ -120,13 +120,7 @@ def _make(dataset, path, shapes, ends, prefix):
 def _fill(dataset, views, title):
     def read(numbers):
         for i in numbers:
-            img, _, _ = load_image(dataset, i)
-            if img.shape != views[i].shape:
-                raise ValueError(
-                    f"{printable(dataset.img_files[i])}: the picture changed its size since the labels were scanned; "
-                    "start again, so that it is scanned anew"
-                )
-            views[i][:] = img
+            views[i][:] = load_scanned(dataset, i, views[i].shape[:2])
         return len(numbers)
 
     portions = (range(i, min(i + PORTION, dataset.n)) for i in range(0, dataset.n, PORTION))

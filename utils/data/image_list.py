@@ -1,4 +1,4 @@
-"""From a path entry of the data yaml to the sorted list of pictures, and from pictures to their label files."""
+"""From a path entry of the data yaml to the sorted list of images, and from images to their label files."""
 
 import os
 from pathlib import Path
@@ -10,12 +10,12 @@ from utils.system.files import printable, read_text, split_lines
 LINE_IGNORED = "list entry ignored"
 FILE_IGNORED = "file ignored"
 MAX_SHOWN = 80  # characters of a list line in a message
-# Pictures that are not read here; other files (archives, annotations) beside the pictures are nobody's concern.
+# Images that are not read here; other files (archives, annotations) beside the images are nobody's concern.
 OTHER_IMAGE_SUFFIXES = ("avif", "gif", "heic", "heif", "jfif", "jp2", "jpe", "pgm", "ppm", "tga")
 
 
 def expand_paths(path):
-    """Sorted picture paths for a directory, a list file, or a list of those; ValueError names what does not work.
+    """Sorted image paths for a directory, a list file, or a list of those; ValueError names what does not work.
 
     Sorting is by code points, upper case before lower case and a10 before a2, as in stock YOLOv7.
     """
@@ -23,12 +23,12 @@ def expand_paths(path):
 
 
 def img2label_paths(paths):
-    """Label path of every picture: the last folder called `images` becomes `labels`, the suffix becomes `txt`."""
+    """Label path of every image: the last folder called `images` becomes `labels`, the suffix becomes `txt`."""
     return [_label_path(path) for path in paths]
 
 
 def find_images(path):
-    """(sorted picture paths without repetition, notes about what was passed over) for `expand_paths`."""
+    """(sorted image paths without repetition, notes about what was passed over) for `expand_paths`."""
     entries = path if isinstance(path, (list, tuple)) else [path]
     found, notes = [], []
     for entry in entries:
@@ -59,9 +59,9 @@ def _is_image(name, suffixes=IMAGE_SUFFIXES):
 
 
 def _images_below(folder):
-    """(picture paths, notes) of `folder` and all folders below it.
+    """(image paths, notes) of `folder` and all folders below it.
 
-    Hidden ones are left out, symbolic links to folders are followed. The notes name pictures of other formats, and
+    Hidden ones are left out, symbolic links to folders are followed. The notes name images of other formats, and
     folders that cannot be read.
     """
     found, notes = [], []
@@ -85,7 +85,7 @@ def _leads_back(root, name):
 
 
 def _images_listed_in(list_file):
-    """(picture paths, notes) of a text file with one path a line; blank lines and `#` comments are skipped."""
+    """(image paths, notes) of a text file with one path a line; blank lines and `#` comments are skipped."""
     found, notes = [], []
     folder = str(list_file.parent)
     for number, line in enumerate(split_lines(read_text(list_file)), 1):

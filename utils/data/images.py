@@ -1,4 +1,4 @@
-"""Pictures on disk: read them as 8-bit BGR, know their size without decoding, find the broken ones.
+"""Images on disk: read them as 8-bit BGR, know their size without decoding, find the broken ones.
 
 Every reader here agrees on one thing: the EXIF orientation (1 to 8) is applied, so the size that `image_size` and
 `verify_image` report is the size of the array that `read_image` returns.
@@ -7,7 +7,7 @@ How other sample types become 8-bit BGR:
 * gray and palette are spread over three channels, alpha is dropped, CMYK is converted: what cv2.imread does.
 * 16 bit: the upper byte (value >> 8), what cv2.imread does.
 * 32-bit integer: negative values become 0, then the smallest shift by 0, 8, 16 or 24 bits after which the greatest
-  value of the picture fits into 8 bits.
+  value of the image fits into 8 bits.
 * float: NaN becomes 0; the range is taken to be 0..1, or 0..255 if a value exceeds 1, or 0..65535 if one exceeds 255;
   scaled to 0..255, clipped, rounded.
 """
@@ -33,11 +33,48 @@ JPEG_TAIL = 4096  # bytes at the end in which a healthy JPEG has its end marker
 JPEG_END = b"\xff\xd9"
 TIFF_MAGIC = {b"II*\0": "<", b"MM\0*": ">"}  # how TIFF files and EXIF data begin, and the order of their bytes
 ORIENTATION = ExifTags.Base.Orientation
-SIDES_SWAPPED = (5, 6, 7, 8)  # EXIF orientations that turn the picture by a quarter
+SIDES_SWAPPED = (5, 6, 7, 8)  # EXIF orientations that turn the image by a quarter
+
+
+def load_image(dataset, index):
+    """Image `index` of a LoadImagesAndLabels: (uint8 [h x w x 3] BGR, (height, width) in the file, (h, w)).
+
+    h x w is the training size. A cached image is returned itself, not as a copy; it is read-only.
+    """
+    if dataset.imgs[index] is not None:
+        return dataset.imgs[index], dataset.img_hw0[index], dataset.img_hw[index]
+    img = read_image(dataset.img_files[index])
+    height0, width0 = img.shape[:2]
+    height, width = resized_shape(height0, width0, dataset.img_size)
+    if max(height0, width0) != dataset.img_size:
+        shrinks = max(height0, width0) > dataset.img_size
+        method = cv2.INTER_AREA if shrinks and not dataset.augment else cv2.INTER_LINEAR
+        img = cv2.resize(img, (width, height), interpolation=method)
+    return img, (height0, width0), (height, width)
+
+
+def resized_shape(height, width, size):
+    """(height, width) of an image whose long side becomes `size`; at least one pixel each.
+
+    stock behaviour: truncated, so that rounding makes some long sides one pixel shorter than `size`.
+    """
+    gain = size / max(height, width)
+    return max(int(height * gain), 1), max(int(width * gain), 1)
+
+
+def load_scanned(dataset, index, shape):
+    """The pixels of `load_image`, which must have the `shape` (height, width) that the scan of the labels tells."""
+    img, _, found = load_image(dataset, index)
+    if found != shape:
+        raise ValueError(
+            f"{printable(dataset.img_files[index])}: the picture changed its size since the labels were scanned; "
+            "start again, so that it is scanned anew"
+        )
+    return img
 
 
 def read_image(path):
-    """The picture [height x width x 3, uint8, BGR, contiguous], turned upright; ValueError if it cannot be read."""
+    """The image [height x width x 3, uint8, BGR, contiguous], turned upright; ValueError if it cannot be read."""
     try:
         data = np.fromfile(path, np.uint8)  # Python opens the file, so any path works on any system
     except OSError as error:
@@ -51,7 +88,7 @@ def read_image(path):
 
 
 def _read_with_opencv(data):
-    """The picture [h x w x 3, uint8, BGR], or None if OpenCV cannot read it."""
+    """The image [h x w x 3, uint8, BGR], or None if OpenCV cannot read it."""
     try:
         if _is_deep_tiff(data):
             samples = cv2.imdecode(data, cv2.IMREAD_UNCHANGED)  # for TIFF this applies the orientation as well
@@ -82,11 +119,11 @@ def _detail(error):
 
 
 def verify_image(path):
-    """(width, height) like `image_size`, after making sure that the whole picture is there and can be used.
+    """(width, height) like `image_size`, after making sure that the whole image is there and can be used.
 
     Raises ValueError with the reason, without the path: empty or unreadable file, content that is not one of
     READABLE_FORMATS, a side below MIN_SIDE, truncated data. A JPEG is truncated when its end marker is missing, because
-    decoders make up the rest. All pictures are decoded, a JPEG at an eighth of its size, which saves time. Nothing is
+    decoders make up the rest. All images are decoded, a JPEG at an eighth of its size, which saves time. Nothing is
     printed and nothing on disk is changed.
     """
     try:
@@ -181,7 +218,7 @@ def _upright(width, height, orientation):
 
 
 def _orientation(image, file):
-    """EXIF orientation of an opened picture, 1 when there is none. XMP is ignored, as OpenCV does.
+    """EXIF orientation of an opened image, 1 when there is none. XMP is ignored, as OpenCV does.
 
     Whatever type the entry claims to have, OpenCV takes the first two bytes of its value.
     """
@@ -197,7 +234,7 @@ def _orientation(image, file):
             tag, value = struct.unpack_from(f"{order}H6xH", data, entry)
             if tag == ORIENTATION:
                 return value
-    except struct.error:  # a broken EXIF block is no reason to refuse the picture; OpenCV ignores it, too
+    except struct.error:  # a broken EXIF block is no reason to refuse the image; OpenCV ignores it, too
         pass
     return 1
 
@@ -221,7 +258,7 @@ def _is_tiff(start):
 
 
 def _tiff_header(file):
-    """(width, height as stored, orientation, bits per sample) of the first picture of an open TIFF file."""
+    """(width, height as stored, orientation, bits per sample) of the first image of an open TIFF file."""
     file.seek(0)
     directory = TiffImagePlugin.ImageFileDirectory_v2(file.read(8))
     file.seek(directory.next)

@@ -1,6 +1,6 @@
-"""Pictures at the training size, and mosaics of them.
+"""Mosaics of images at the training size.
 
-A mosaic is drawn first and painted later: `Mosaic` knows from the sizes alone where each picture lies, and reads only
+A mosaic is drawn first and painted later: `Mosaic` knows from the sizes alone where each image lies, and reads only
 those of which something shows. Draws never depend on pixels, so this changes no random stream.
 """
 
@@ -11,42 +11,17 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-from utils.data.images import read_image
-from utils.data.paste import sample_segments
-from utils.data.transforms import GREY, copy_paste, draw_warp, reused, warp_labels
+from utils.data.affine import GREY, draw_affine, warp_labels
+from utils.data.images import load_scanned, resized_shape
+from utils.data.paste import copy_paste, sample_segments
+from utils.data.pixel_ops import reused
 from utils.ops.polygons import Polygons
 
 NO_POLYGON = np.zeros((0, 2), np.float32)
 
 
-def load_image(dataset, index):
-    """Picture `index` at the training size: (uint8 [h x w x 3] BGR, (height, width) in the file, (h, w)).
-
-    A cached picture is returned itself, not as a copy; it is read-only.
-    """
-    if dataset.imgs[index] is not None:
-        return dataset.imgs[index], dataset.img_hw0[index], dataset.img_hw[index]
-    img = read_image(dataset.img_files[index])
-    height0, width0 = img.shape[:2]
-    height, width = resized_shape(height0, width0, dataset.img_size)
-    if max(height0, width0) != dataset.img_size:
-        shrinks = max(height0, width0) > dataset.img_size
-        method = cv2.INTER_AREA if shrinks and not dataset.augment else cv2.INTER_LINEAR
-        img = cv2.resize(img, (width, height), interpolation=method)
-    return img, (height0, width0), (height, width)
-
-
-def resized_shape(height, width, size):
-    """(height, width) of a picture whose long side becomes `size`; at least one pixel each.
-
-    stock behaviour: truncated, so that rounding makes some long sides one pixel shorter than `size`.
-    """
-    gain = size / max(height, width)
-    return max(int(height * gain), 1), max(int(width * gain), 1)
-
-
 class Tile(NamedTuple):
-    """Picture `index` of the data set, `width` x `height`, with its top left corner at (x, y), perhaps outside."""
+    """Image `index` of the data set, `width` x `height`, with its top left corner at (x, y), perhaps outside."""
 
     index: int
     x: int
@@ -56,7 +31,7 @@ class Tile(NamedTuple):
 
 
 class Mosaic:
-    """A square canvas of twice the training size with pictures on it, painted when it is sliced like a picture."""
+    """A square canvas of twice the training size with images on it, painted when it is sliced like an image."""
 
     def __init__(self, dataset, tiles, window=None):
         """`window` (x, y): where the canvas begins in the coordinates of the `tiles`; None is (0, 0)."""
@@ -73,7 +48,7 @@ class Mosaic:
         return np.array(corners, np.float32).repeat([len(self.dataset.labels[tile.index]) for tile in self.tiles], 0)
 
     def labels(self):
-        """Labels of all pictures [n x 5: class, x1, y1, x2, y2] in pixels, clipped to the canvas."""
+        """Labels of all images [n x 5: class, x1, y1, x2, y2] in pixels, clipped to the canvas."""
         labels = np.concatenate([self.dataset.labels[tile.index] for tile in self.tiles])
         centre, half, size, shift = labels[:, 1:3], labels[:, 3:] / 2, self.places[:, :2], self.places[:, 2:]
         high = size * (centre + half) + shift
@@ -103,7 +78,7 @@ class Mosaic:
         return Polygons(points, counts)
 
     def _polygons(self, tile):
-        """The polygons of a picture as they are in its label file: (points [k x 2], counts [n])."""
+        """The polygons of an image as they are in its label file: (points [k x 2], counts [n])."""
         polygons = self.dataset.segments[tile.index]
         if len(polygons):
             polygons = Polygons.of(polygons)
@@ -111,7 +86,7 @@ class Mosaic:
         return NO_POLYGON, np.zeros(len(self.dataset.labels[tile.index]), np.int64)
 
     def __getitem__(self, slices):
-        """Pixels of `mosaic[y1:y2, x1:x2]` [h x w x 3]; reads only the pictures that show there."""
+        """Pixels of `mosaic[y1:y2, x1:x2]` [h x w x 3]; reads only the images that show there."""
         rows, columns = slices
         (y1, y2, _), (x1, x2, _) = rows.indices(self.side), columns.indices(self.side)
         part = np.empty((y2 - y1, x2 - x1, 3), np.uint8)
@@ -121,7 +96,7 @@ class Mosaic:
     def painted(self, visible_area):
         """A canvas [side x side x 4, the last channel without meaning], painted inside `visible_area` (x1, y1, x2, y2).
 
-        Pictures outside of the area are not read. It is valid until the next mosaic is painted.
+        Images outside of the area are not read. It is valid until the next mosaic is painted.
         """
         x1, y1, x2, y2 = (int(min(max(value, 0), self.side)) for value in visible_area)
         canvas = reused("mosaic", self.side, self.side, 4)
@@ -129,23 +104,14 @@ class Mosaic:
         return canvas
 
     def paint(self, part, left, top):
-        """Paint `part` [h x w x 3 or 4] of the canvas, which begins at (left, top); reads the pictures that show."""
+        """Paint `part` [h x w x 3 or 4] of the canvas, which begins at (left, top); reads the images that show."""
         origin_x, origin_y = self.window or (0, 0)
         places = [_Place.of(part, tile, tile.x - origin_x - left, tile.y - origin_y - top) for tile in self.tiles]
         if sum(place.area for place in places) < part.shape[0] * part.shape[1]:  # tiles do not overlap
             part[...] = GREY
         for tile, place in zip(self.tiles, places, strict=True):
             if place.area:
-                place.paste(part, self._picture(tile))
-
-    def _picture(self, tile):
-        img, _, shape = load_image(self.dataset, tile.index)
-        if shape != (tile.height, tile.width):
-            raise ValueError(
-                f"{self.dataset.img_files[tile.index]}: the picture changed its size since the labels were scanned; "
-                "start again, so that it is scanned anew"
-            )
-        return img
+                place.paste(part, load_scanned(self.dataset, tile.index, (tile.height, tile.width)))
 
 
 class _Place(NamedTuple):
@@ -186,7 +152,7 @@ def _shape(dataset, index):
 
 
 def draw_mosaic4(dataset, index):
-    """Picture `index` and three others round a random centre: top left, top right, bottom left, bottom right."""
+    """Image `index` and three others round a random centre: top left, top right, bottom left, bottom right."""
     size = dataset.img_size
     centre_y, centre_x = (int(random.uniform(-border, 2 * size + border)) for border in dataset.mosaic_border)
     indices = [index, *random.choices(dataset.indices, k=3)]
@@ -200,12 +166,12 @@ def draw_mosaic4(dataset, index):
 
 
 def draw_mosaic9(dataset, index):
-    """Picture `index` with eight others clockwise round it, seen through a window at a random place."""
+    """Image `index` with eight others clockwise round it, seen through a window at a random place."""
     size = dataset.img_size
     indices = [index, *random.choices(dataset.indices, k=8)]
     shapes = [_shape(dataset, i) for i in indices]
     h, w = zip(*shapes, strict=True)
-    left, top, right, bottom = size, size, size + w[0], size + h[0]  # edges of the picture in the middle
+    left, top, right, bottom = size, size, size + w[0], size + h[0]  # edges of the image in the middle
     corners = (
         (left, top),
         (left, top - h[1]),
@@ -223,13 +189,13 @@ def draw_mosaic9(dataset, index):
 
 
 def load_mosaic(dataset, index):
-    """A warped mosaic of four: (picture [s x s x 3], labels [n x 5: class, x1, y1, x2, y2])."""
-    return _warped(draw_mosaic4(dataset, index), dataset.hyp, dataset.mosaic_border)
+    """A warped mosaic of four: (image [s x s x 3], labels [n x 5: class, x1, y1, x2, y2])."""
+    return _warped(draw_mosaic4(dataset, index), dataset.affine_ranges, dataset.hyp["copy_paste"])
 
 
 def load_mosaic9(dataset, index):
-    """A warped mosaic of nine: (picture [s x s x 3], labels [n x 5: class, x1, y1, x2, y2])."""
-    return _warped(draw_mosaic9(dataset, index), dataset.hyp, dataset.mosaic_border)
+    """A warped mosaic of nine: (image [s x s x 3], labels [n x 5: class, x1, y1, x2, y2])."""
+    return _warped(draw_mosaic9(dataset, index), dataset.affine_ranges, dataset.hyp["copy_paste"])
 
 
 def load_samples(dataset, index):
@@ -238,14 +204,15 @@ def load_samples(dataset, index):
     return sample_segments(mosaic, mosaic.labels(), mosaic.segments(), probability=0.5)
 
 
-def _warped(mosaic, hyp, border):
-    ranges = [hyp[name] for name in ("degrees", "translate", "scale", "shear", "perspective")]
-    labels = mosaic.labels()
-    if hyp["copy_paste"]:
-        canvas, labels, segments = copy_paste(mosaic[:, :], labels, mosaic.segments(), hyp["copy_paste"])
-        warp = draw_warp(mosaic.side, mosaic.side, *ranges, border)
-        return warp.image(canvas), warp_labels(labels, segments, warp)
-    warp = draw_warp(mosaic.side, mosaic.side, *ranges, border)
-    near = warp.may_show(labels[:, 1:])  # the others would be dropped in the end
-    labels = warp_labels(labels[near], mosaic.segments(near), warp)
-    return mosaic.dataset.warped(mosaic, warp), labels
+def _warped(mosaic, affine_ranges, copy_paste_share):
+    """The mosaic as the network sees it: (image, labels). `affine_ranges` as `draw_affine` takes them."""
+    dataset, labels = mosaic.dataset, mosaic.labels()
+    # The order of draws is stock's: tiles, then the window of nine, then copy-paste, then the transform.
+    if copy_paste_share:
+        canvas, labels, segments = copy_paste(mosaic[:, :], labels, mosaic.segments(), copy_paste_share)
+        affine = draw_affine(mosaic.side, mosaic.side, **affine_ranges, border=dataset.mosaic_border)
+        return affine.image(canvas), warp_labels(labels, segments, affine)
+    affine = draw_affine(mosaic.side, mosaic.side, **affine_ranges, border=dataset.mosaic_border)
+    near = affine.may_show(labels[:, 1:])  # the others would be dropped in the end
+    labels = warp_labels(labels[near], mosaic.segments(near), affine)
+    return dataset.warped(mosaic, affine), labels

@@ -1,6 +1,7 @@
-"""Paste-in: objects cut out of other mosaics along their polygons, scaled into free places of a training picture.
+"""Objects cut out along their polygons and pasted in: copy-paste mirrors them in their own image, paste-in scales
+those of other mosaics into free places.
 
-The objects are samples that only know where they are; pixels are read, and pictures decoded, for the few that get used.
+The objects of paste-in are samples that only know where they are; images are decoded for the few that get used.
 """
 
 import random
@@ -10,17 +11,17 @@ from typing import Any
 import cv2
 import numpy as np
 
-from utils.data.transforms import MAX_OVERLAP
 from utils.ops.boxes import bbox_ioa
 from utils.ops.polygons import Polygons
 
-# largest side of the place, as a share of the picture, for each of the 20 attempts
+MAX_OVERLAP = 0.30  # share of a label that something pasted may cover
+# largest side of the place, as a share of the image, for each of the 20 attempts
 PLACE_SCALES = 2 * [0.75] + 4 * [0.5] + 4 * [0.25] + 4 * [0.125] + 6 * [0.0625]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """An object on a canvas (anything with a shape and two-dimensional slicing, such as a picture).
+    """An object on a canvas (anything with a shape and two-dimensional slicing, such as an image).
 
     `box` is (x1, y1, x2, y2) in whole pixels, ends excluded; `outline` [m x 2] int32.
     """
@@ -42,10 +43,10 @@ class Sample:
         stock behaviour: channel values of 0 inside the outline become 255.
         """
         x1, y1, x2, y2 = self.box
-        picture, mask = self.canvas[y1:y2, x1:x2].copy(), cv2.cvtColor(self._mask(), cv2.COLOR_GRAY2BGR)
-        picture |= -(picture == 0).view(np.uint8)  # 255 where it is 0
-        picture &= mask
-        return picture
+        img, mask = self.canvas[y1:y2, x1:x2].copy(), cv2.cvtColor(self._mask(), cv2.COLOR_GRAY2BGR)
+        img |= -(img == 0).view(np.uint8)  # 255 where it is 0
+        img &= mask
+        return img
 
     def _mask(self):
         """255 inside the outline, 0 outside [h x w of the box].
@@ -84,6 +85,36 @@ def sample_segments(canvas, labels, segments, probability=0.5):
     return samples
 
 
+def copy_paste(img, labels, segments, probability):
+    """Paste mirror images of some objects at the mirrored place, where they hide little; `img` is changed in place.
+
+    Returns (img, labels, segments) with the new objects at the end. Draws one sample() among the polygons, and
+    nothing if there are none or `probability` is 0. Source: Ghiasi et al. 2020 (arXiv 2012.07177), simplified.
+    """
+    polygon_rows = [row for row, points in enumerate(segments) if len(points)] if probability else []
+    if not polygon_rows:
+        return img, labels, segments
+    width = img.shape[1]
+    segments = list(segments)
+    chosen = []
+    for j in random.sample(range(len(polygon_rows)), k=round(probability * len(polygon_rows))):
+        row = polygon_rows[j]
+        category, x1, y1, x2, y2 = labels[row]
+        mirrored = np.array([category, width - x2, y1, width - x1, y2], labels.dtype)
+        if (bbox_ioa(mirrored[1:], labels[:, 1:5]) < MAX_OVERLAP).all():
+            labels = np.concatenate((labels, mirrored[None]))
+            points = segments[row]
+            segments.append(np.stack((width - points[:, 0], points[:, 1]), axis=1))
+            chosen.append(points.astype(np.int32))
+    if chosen:
+        objects = np.zeros_like(img)
+        for outline in chosen:
+            cv2.drawContours(objects, [outline], -1, (255, 255, 255), cv2.FILLED)
+        objects = cv2.flip(objects & img, 1)
+        np.copyto(img, objects, where=objects > 0)  # stock behaviour: channel values of 0 are not copied
+    return img, labels, segments
+
+
 def pastein(img, labels, samples):
     """Try 20 times to paste one of `samples` into `img`, in place, where it hides little; returns the labels.
 
@@ -108,7 +139,7 @@ def pastein(img, labels, samples):
 
 
 def _draw_place(height, width, scale):
-    """A random box (x1, y1, x2, y2) with sides of at most `scale` times the picture's."""
+    """A random box (x1, y1, x2, y2) with sides of at most `scale` times the image's."""
     place_height = random.randint(1, max(int(height * scale), 1))
     place_width = random.randint(1, max(int(width * scale), 1))
     x1 = max(0, random.randint(0, width) - place_width // 2)

@@ -50,7 +50,7 @@ class EpochOrder(Sampler):
     ranks the order that DistributedSampler draws for the epoch. A rank takes every `world_size`-th key of one common
     order, which is filled up from its beginning until it divides.
 
-    `blocks` [n] gives the batch of each position where batches are fixed (--rect): these keep their pictures, and the
+    `blocks` [n] gives the batch of each position where batches are fixed (--rect): these keep their images, and the
     ranks take turns with whole batches.
     """
 

@@ -1,4 +1,4 @@
-"""Scan a data set: verify every picture, read every label file, count, repair, report, and remember the result."""
+"""Scan a data set: verify every image, read every label file, count, repair, report, and remember the result."""
 
 import logging
 import os
@@ -41,13 +41,13 @@ THREADS = min(8, os.cpu_count() or 1)
 
 @dataclass
 class ScannedDataset:
-    """The usable pictures of a data set with their labels, in the order of the data set; all lists are parallel."""
+    """The usable images of a data set with their labels, in the order of the data set; all lists are parallel."""
 
     img_files: list  # paths as strings
     label_files: list  # where the label file is or would be
     labels: list  # float32 [n x 5: class, x, y, w, h normalised] an image
     segments: list  # an image: Polygons, none at all or a float32 [m x 2] for each row ([0 x 2] for a box row)
-    shapes: np.ndarray  # float64 [images x 2: width, height] of the upright pictures
+    shapes: np.ndarray  # float64 [images x 2: width, height] of the upright images
     counts: dict  # found (empty ones included), missing, empty, dropped, total images; dropped_rows, repaired_rows
     findings: list  # utils.data.label_rows.Finding: everything that was dropped, repaired or missing
 
@@ -58,7 +58,7 @@ class ScannedDataset:
 
 
 class _Record(NamedTuple):
-    """What the scan of one picture gives; `size` is None when the picture is dropped."""
+    """What the scan of one image gives; `size` is None when the image is dropped."""
 
     status: str
     size: tuple | None
@@ -71,7 +71,7 @@ def scan_dataset(path, prefix=""):
     """Read the data set at `path` (a folder, a list file, or a list of those); `prefix` begins every message.
 
     Uses the label cache when nothing has changed since it was written. One line of log sums up, then each reason for a
-    repair or a drop has its own warning with the first places. Raises ValueError when there is no usable picture.
+    repair or a drop has its own warning with the first places. Raises ValueError when there is no usable image.
     """
     img_files, list_notes = find_images(path)
     label_files = img2label_paths(img_files)
@@ -100,7 +100,7 @@ def _scan(img_files, label_files, title):
     """The fields of ScannedDataset, by looking at every file."""
     records, status = [], Counter()
     with ThreadPool(THREADS) as pool, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module="PIL")  # what is wrong with a picture is reported below
+        warnings.filterwarnings("ignore", module="PIL")  # what is wrong with an image is reported below
         pairs = zip(img_files, label_files, strict=True)
         bar = tqdm(pool.imap(_scan_one, pairs, chunksize=16), desc=title, total=len(img_files))
         for record in bar:
@@ -123,7 +123,7 @@ def _scan(img_files, label_files, title):
 
 
 def _scan_one(pair):
-    """Verify one picture and read its labels; pair = (image path, label path)."""
+    """Verify one image and read its labels; pair = (image path, label path)."""
     img_file, label_file = pair
     try:
         size = verify_image(img_file)

@@ -1,4 +1,4 @@
-"""Pictures and videos to run a trained model on, letterboxed and ready for the network."""
+"""Images and videos to run a trained model on, letterboxed and ready for the network."""
 
 import logging
 from pathlib import Path
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class LoadImages:
-    """Iterates over a file, a folder or a glob pattern: pictures first, then the frames of the videos.
+    """Iterates over a file, a folder or a glob pattern: images first, then the frames of the videos.
 
     Yields (path, uint8 [3 x h x w] RGB letterboxed, the original [H x W x 3] BGR, the open video or None). A file that
     cannot be read is skipped with a warning. Raises ValueError if there is nothing to read.
@@ -42,9 +42,9 @@ class LoadImages:
     def __iter__(self):
         for i, path in enumerate(self.files):
             self.mode = "image" if i < self.num_images else "video"
-            yield from self._picture(path) if self.mode == "image" else self._frames(path)
+            yield from self._image(path) if self.mode == "image" else self._frames(path)
 
-    def _picture(self, path):
+    def _image(self, path):
         try:
             img = read_image(path)
         except ValueError as error:

@@ -18,8 +18,8 @@ OVERFIT_HYP = {"warmup_min_iters": 30, "warmup_epochs": 0.0}
 OVERFIT_MOMENTUM = 0.3
 
 
-def picker(opt):
-    """The function that leaves of a ScannedDataset what these options train on; None for all of it."""
+def from_options(opt):
+    """The function ScannedDataset -> ScannedDataset that leaves what these options train on; None for all of it."""
     if opt.overfit:
         return partial(first, count=opt.subset_size or OVERFIT_SAMPLES)
     if opt.subset_size:
@@ -47,12 +47,12 @@ def batch_weight(opt, num_images):
 
 
 def first(scanned, count):
-    """The first `count` pictures."""
+    """The first `count` images."""
     return _chosen(scanned, range(min(count, len(scanned.img_files))))
 
 
 def random_part(scanned, count, seed):
-    """`count` pictures drawn with `seed`, in the order of the data set; see `choose`."""
+    """`count` images drawn with `seed`, in the order of the data set; see `choose`."""
     chosen = choose(scanned.labels, count, seed)
     missing = _classes(scanned.labels) - _classes([scanned.labels[i] for i in chosen])
     if missing:
@@ -89,5 +89,5 @@ def _classes(labels):
 
 def _chosen(scanned, indices):
     lists = ("img_files", "label_files", "labels", "segments")
-    picked = {name: [getattr(scanned, name)[i] for i in indices] for name in lists}
-    return replace(scanned, shapes=scanned.shapes[list(indices)], **picked)
+    chosen = {name: [getattr(scanned, name)[i] for i in indices] for name in lists}
+    return replace(scanned, shapes=scanned.shapes[list(indices)], **chosen)

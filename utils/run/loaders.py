@@ -71,7 +71,7 @@ def open_train_loader(opt, hyp, data, stride, ranks, device, image_size, first_e
     loader, dataset = create_dataloader(
         data.train, image_size, opt.batch_size, stride, opt, hyp=hyp, augment=not opt.overfit, cache=opt.cache_images,
         rect=opt.rect, rank=ranks.rank, world_size=ranks.world_size, workers=opt.workers,
-        image_weights=opt.image_weights, quad=opt.quad, prefix="train: ", pick=subset.picker(opt),
+        image_weights=opt.image_weights, quad=opt.quad, prefix="train: ", subset_filter=subset.from_options(opt),
         **fast_paths.loader_options(opt, first_epoch, device),
     )  # fmt: skip
     check_labels(dataset, data, opt.strict_data)
@@ -84,14 +84,14 @@ def open_train_loader(opt, hyp, data, stride, ranks, device, image_size, first_e
 
 def open_val_loader(opt, hyp, data, stride, ranks, image_size, first_epoch):
     """The validation loader; --overfit validates on its training images, placed as in training."""
-    path, pick = (data.train, subset.picker(opt)) if opt.overfit else (data.val, None)
+    path, subset_filter = (data.train, subset.from_options(opt)) if opt.overfit else (data.val, None)
     fast = fast_paths.loader_options(opt, first_epoch)
     if fast:
         fast["max_batches"] = None  # --max-iter shortens training only
     loader, dataset = create_dataloader(
         path, image_size, opt.test_batch_size or opt.batch_size * 2, stride, opt, hyp=hyp,
         cache=not opt.notest and opt.cache_images, rect=not opt.overfit, pad=0.5, world_size=ranks.world_size,
-        workers=opt.workers, prefix="val: ", pick=pick, **fast,
+        workers=opt.workers, prefix="val: ", subset_filter=subset_filter, **fast,
     )  # fmt: skip
     check_labels(dataset, data, opt.strict_data)
     return loader

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from utils.data.affine import GREY, Affine
 from utils.data.fast import deferred, device_augment
 from utils.data.fast.deferred import (
     FIXED,
@@ -19,7 +20,7 @@ from utils.data.fast.deferred import (
 )
 from utils.data.fast.device_augment import Later, Unfinished
 from utils.data.fast.recipe import RECIPE, UNWARPED, recipe_bytes
-from utils.data.transforms import GREY, Colours, Warp
+from utils.data.transforms import Colours
 from utils.datasets import LoadImagesAndLabels
 
 SIZE = 64
@@ -35,7 +36,7 @@ def canvas(seed=0):
 def warp_of(gain, x, y, slant=0.0):
     """Scales by `gain` and moves the centre of the canvas to (x, y)."""
     matrix = np.array([[gain, slant, x - gain * SIZE], [0, gain, y - gain * SIZE], [0, 0, 1]])
-    return Warp(matrix, gain, SIZE, SIZE, has_perspective=False)
+    return Affine(matrix, gain, SIZE, SIZE, has_perspective=False)
 
 
 def test_the_part_that_is_seen_by_hand():
@@ -54,7 +55,7 @@ def test_warps_that_cannot_wait():
     assert seen_part(warp_of(0.6, 30, 30), *area) is None, "more is seen than there is room for"
     assert seen_part(warp_of(1.2, 500, 30), *area) is None, "nothing is seen"
     assert seen_part(warp_of(-1.2, 30, 30), *area) is None
-    tilted = Warp(np.array([[1.2, 0, 0], [0, 1.2, 0], [0.001, 0, 1]]), 1.2, SIZE, SIZE, has_perspective=True)
+    tilted = Affine(np.array([[1.2, 0, 0], [0, 1.2, 0], [0.001, 0, 1]]), 1.2, SIZE, SIZE, has_perspective=True)
     assert seen_part(tilted, *area) is None
 
 

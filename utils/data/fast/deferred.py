@@ -17,7 +17,7 @@ from functools import lru_cache
 import cv2
 import numpy as np
 
-from utils.data.transforms import GREY, Warp
+from utils.data.affine import GREY, Affine
 
 FIXED, FLOATING = "fixed point", "floating point"
 FRACTION = 5  # bits of a distance
@@ -151,7 +151,7 @@ def made_up_warp(rng, width, rows, gain):
     canvas = rng.integers(0, 256, (3 * rows, 2 * width, 3)).astype(np.uint8)
     shift = rng.uniform(0.3, 0.7) * width - gain * width, rng.uniform(-20, 5)
     matrix = np.array([[gain, 0, shift[0]], [0, gain, shift[1]], [0, 0, 1]])
-    return Unwarped(Canvas(canvas), Warp(matrix, gain, width, rows, False))
+    return Unwarped(Canvas(canvas), Affine(matrix, gain, width, rows, False))
 
 
 class Canvas:

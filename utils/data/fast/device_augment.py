@@ -19,7 +19,7 @@ import torch
 
 from utils.data.fast.deferred import ROOM, Unwarped, made_up_warp, warp_with_grid, way_of_warping, whole
 from utils.data.fast.recipe import MIRRORED, RECIPE, RECOLOURED, TABLES, UNWARPED, UPSIDE_DOWN, recipe_bytes
-from utils.data.transforms import apply_tables
+from utils.data.pixel_ops import apply_tables
 
 logger = logging.getLogger(__name__)
 
