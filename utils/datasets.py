@@ -13,10 +13,11 @@ from torch.utils.data.distributed import DistributedSampler
 from utils.data.affine import box_candidates, random_perspective
 from utils.data.dataset import LoadImagesAndLabels, collate_fn, collate_fn4
 from utils.data.epoch_loader import InfiniteDataLoader
+from utils.data.image_list import img2label_paths
 from utils.data.images import load_image
 from utils.data.mosaic import load_mosaic, load_mosaic9, load_samples
 from utils.data.paste import copy_paste, pastein, sample_segments
-from utils.data.scan import ScannedDataset, img2label_paths
+from utils.data.scan import ScannedDataset
 from utils.data.stream import LoadImages
 from utils.data.transforms import augment_hsv, letterbox
 from utils.data.worker_errors import end_with_a_lost_batch
@@ -24,25 +25,10 @@ from utils.system.distributed import rank_zero_first
 from utils.system.memory import warn_about_shared_memory
 
 __all__ = [
-    "InfiniteDataLoader",
-    "LoadImages",
-    "LoadImagesAndLabels",
-    "augment_hsv",
-    "box_candidates",
-    "collate_fn",
-    "collate_fn4",
-    "copy_paste",
-    "create_dataloader",
-    "img2label_paths",
-    "letterbox",
-    "load_image",
-    "load_mosaic",
-    "load_mosaic9",
-    "load_samples",
-    "pastein",
-    "random_perspective",
-    "sample_segments",
-]
+    "InfiniteDataLoader", "LoadImages", "LoadImagesAndLabels", "augment_hsv", "box_candidates", "collate_fn",
+    "collate_fn4", "copy_paste", "create_dataloader", "img2label_paths", "letterbox", "load_image", "load_mosaic",
+    "load_mosaic9", "load_samples", "pastein", "random_perspective", "sample_segments",
+]  # fmt: skip
 
 STUCK = 600  # seconds without a batch after which workers are given up: one that finds /dev/shm full is silent for ever
 

@@ -93,7 +93,7 @@ class LoadImagesAndLabels(Dataset):
         if self.rect:
             self._sort_by_aspect_ratio()
             self.batch_shapes = self._shapes_of_batches(pad)
-        self.imgs, self.img_hw0, self.img_hw = [None] * self.n, [None] * self.n, [None] * self.n
+        self.imgs = [None] * self.n
         self.memory_cache = None
         if cache_images == "disk":
             use_disk_cache(self, prefix)

@@ -30,19 +30,19 @@ ADVICE = "--cache-images disk needs none; a smaller --img-size, or no --cache-im
 
 def use_memory_cache(dataset, prefix=""):
     """Read all images into memory, `dataset.imgs`. Raises ValueError when there is too little of it."""
-    sizes, shapes, ends = _layout(dataset, dataset.img_size)
+    shapes, ends = _layout(dataset, dataset.img_size)
     num_bytes = int(ends[-1])
     check_memory(num_bytes, "--cache-images needs {}", ADVICE)
     pixels = shared_array((num_bytes,), np.uint8)
     _fill(dataset, _views(pixels, shapes, ends), f"{prefix}Caching images ({in_words(num_bytes)})")
     dataset.memory_cache = pixels
     pixels.flags.writeable = False
-    dataset.imgs, dataset.img_hw0, dataset.img_hw = _views(pixels, shapes, ends), sizes, shapes
+    dataset.imgs = _views(pixels, shapes, ends)
 
 
 def check_memory_for(dataset, img_size):
     """Raise ValueError when a later memory cache, of another `img_size`, will not fit in place of the present one."""
-    now, then = (int(_layout(dataset, size)[2][-1]) for size in (dataset.img_size, img_size))
+    now, then = (int(_layout(dataset, size)[1][-1]) for size in (dataset.img_size, img_size))
     check_memory(then - now, f"--cache-images needs {{}} more when the images have {img_size} px", ADVICE)
 
 
@@ -57,7 +57,7 @@ def use_disk_cache(dataset, prefix=""):
 
     Raises ValueError when the disk has no room or cannot be written to.
     """
-    sizes, shapes, ends = _layout(dataset, dataset.img_size)
+    shapes, ends = _layout(dataset, dataset.img_size)
     kind = f"version {FORMAT_VERSION}, {dataset.img_size} px, augment {dataset.augment}"
     expected = {"kind": kind, "signature": signature(dataset.img_files, ()), "bytes": int(ends[-1])}
     path = _location(dataset, kind)
@@ -67,14 +67,13 @@ def use_disk_cache(dataset, prefix=""):
             json.dump(expected, file)
     pixels = np.memmap(path, np.uint8, mode="r")
     logger.info("%spictures are read from %s (%.1f GB)", prefix, printable(path), ends[-1] / 1e9)
-    dataset.imgs, dataset.img_hw0, dataset.img_hw = _views(pixels, shapes, ends), sizes, shapes
+    dataset.imgs = _views(pixels, shapes, ends)
 
 
 def _layout(dataset, img_size):
-    """(height, width) of each image in its file, the same at `img_size` pixels, and where the bytes of each end."""
-    sizes = [(int(height), int(width)) for width, height in dataset.shapes.tolist()]
-    shapes = [resized_shape(height, width, img_size) for height, width in sizes]
-    return sizes, shapes, np.cumsum([3 * height * width for height, width in shapes])
+    """(height, width) of each image at `img_size` pixels, and where the bytes of each end."""
+    shapes = [resized_shape(height, width, img_size) for width, height in dataset.shapes.tolist()]
+    return shapes, np.cumsum([3 * height * width for height, width in shapes])
 
 
 def _location(dataset, kind):

@@ -15,13 +15,13 @@ How other sample types become 8-bit BGR:
 import io
 import os
 import stat
-import struct
 from pathlib import Path
 
 import cv2
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, TiffImagePlugin
+from PIL import Image, ImageOps, TiffImagePlugin
 
+from utils.data.exif import ORIENTATION, TIFF_MAGIC, read_orientation, turn, upright
 from utils.system.files import printable
 
 IMAGE_SUFFIXES = ("bmp", "jpg", "jpeg", "png", "tif", "tiff", "dng", "webp", "mpo")
@@ -31,9 +31,6 @@ READABLE_FORMATS = ("BMP", "JPEG", "PNG", "TIFF", "WEBP", "MPO")  # by content, 
 MIN_SIDE = 10  # pixels
 JPEG_TAIL = 4096  # bytes at the end in which a healthy JPEG has its end marker
 JPEG_END = b"\xff\xd9"
-TIFF_MAGIC = {b"II*\0": "<", b"MM\0*": ">"}  # how TIFF files and EXIF data begin, and the order of their bytes
-ORIENTATION = ExifTags.Base.Orientation
-SIDES_SWAPPED = (5, 6, 7, 8)  # EXIF orientations that turn the image by a quarter
 
 
 def load_image(dataset, index):
@@ -41,8 +38,10 @@ def load_image(dataset, index):
 
     h x w is the training size. A cached image is returned itself, not as a copy; it is read-only.
     """
-    if dataset.imgs[index] is not None:
-        return dataset.imgs[index], dataset.img_hw0[index], dataset.img_hw[index]
+    img = dataset.imgs[index]
+    if img is not None:
+        width0, height0 = dataset.shapes[index].tolist()
+        return img, (int(height0), int(width0)), img.shape[:2]
     img = read_image(dataset.img_files[index])
     height0, width0 = img.shape[:2]
     height, width = resized_shape(height0, width0, dataset.img_size)
@@ -95,7 +94,7 @@ def _read_with_opencv(data):
             return None if samples is None else _three_channels(to_8bit(samples))
         if _is_webp(data):  # its orientation is known to OpenCV 5, not to OpenCV 4.8
             image = cv2.imdecode(data, cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION)
-            return None if image is None else _turn(image, _webp_orientation(data))
+            return None if image is None else turn(image, _webp_orientation(data))
         return cv2.imdecode(data, cv2.IMREAD_COLOR)
     except cv2.error:  # for instance more pixels than OpenCV allows; Pillow may still read it
         return None
@@ -106,9 +105,9 @@ def image_size(path):
     try:
         with Path(path).open("rb") as file:
             if _is_tiff(file.read(4)):
-                return _upright(*_tiff_header(file)[:3])
+                return upright(*_tiff_header(file)[:3])
             with Image.open(file) as image:
-                return _upright(*image.size, _orientation(image, file))
+                return upright(*image.size, read_orientation(image, file))
     except Exception as error:  # Pillow answers broken files with nearly every exception class there is
         raise ValueError(f"{printable(path)}: not a readable image{_detail(error)}") from error
 
@@ -213,46 +212,6 @@ def _jpeg_scan_start(file):
             position += 2 + int.from_bytes(head[2:], "big")
 
 
-def _upright(width, height, orientation):
-    return (height, width) if orientation in SIDES_SWAPPED else (width, height)
-
-
-def _orientation(image, file):
-    """EXIF orientation of an opened image, 1 when there is none. XMP is ignored, as OpenCV does.
-
-    Whatever type the entry claims to have, OpenCV takes the first two bytes of its value.
-    """
-    data = (_png_exif(file) if image.format == "PNG" else image.info.get("exif")) or b""
-    data = data.removeprefix(b"Exif\0\0")
-    order = TIFF_MAGIC.get(data[:4])
-    if order is None:
-        return 1
-    try:
-        (first,) = struct.unpack_from(f"{order}I", data, 4)
-        (count,) = struct.unpack_from(f"{order}H", data, first)
-        for entry in range(first + 2, first + 2 + 12 * count, 12):
-            tag, value = struct.unpack_from(f"{order}H6xH", data, entry)
-            if tag == ORIENTATION:
-                return value
-    except struct.error:  # a broken EXIF block is no reason to refuse the image; OpenCV ignores it, too
-        pass
-    return 1
-
-
-def _png_exif(file):
-    """The EXIF chunk of a PNG; it may lie behind the pixels, where Pillow looks only while decoding."""
-    file.seek(8)
-    while len(head := file.read(8)) == 8:
-        length, kind = struct.unpack(">I4s", head)
-        if kind == b"eXIf":
-            data = file.read(length)
-            if data[:4] in TIFF_MAGIC:  # libpng passes over any other
-                return data
-            length = 0
-        file.seek(length + 4, os.SEEK_CUR)
-    return None
-
-
 def _is_tiff(start):
     return bytes(start[:4]) in TIFF_MAGIC
 
@@ -286,7 +245,7 @@ def _is_webp(data):
 def _webp_orientation(data):
     file = io.BytesIO(data)
     with Image.open(file) as image:
-        return _orientation(image, file)
+        return read_orientation(image, file)
 
 
 def _read_with_pillow(path, data):
@@ -323,14 +282,3 @@ def _three_channels(samples):
         gray = samples if samples.ndim == 2 else samples[..., 0]
         return np.repeat(gray[..., None], 3, axis=2)
     return samples[..., :3]
-
-
-def _turn(image, orientation):
-    """Turn a stored raster [h x w x 3] upright according to its EXIF orientation."""
-    if orientation in SIDES_SWAPPED:
-        image = image.transpose(1, 0, 2)
-    if orientation in (3, 4, 7, 8):
-        image = image[::-1]
-    if orientation in (2, 3, 6, 7):
-        image = image[:, ::-1]
-    return image

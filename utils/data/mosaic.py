@@ -105,45 +105,24 @@ class Mosaic:
 
     def paint(self, part, left, top):
         """Paint `part` [h x w x 3 or 4] of the canvas, which begins at (left, top); reads the images that show."""
+        height, width = part.shape[:2]
         origin_x, origin_y = self.window or (0, 0)
-        places = [_Place.of(part, tile, tile.x - origin_x - left, tile.y - origin_y - top) for tile in self.tiles]
-        if sum(place.area for place in places) < part.shape[0] * part.shape[1]:  # tiles do not overlap
+        shown, area = [], 0  # tiles that show, where they begin, and the box of `part` that they cover
+        for tile in self.tiles:
+            x, y = tile.x - origin_x - left, tile.y - origin_y - top
+            x1, y1, x2, y2 = max(x, 0), max(y, 0), min(x + tile.width, width), min(y + tile.height, height)
+            if x1 < x2 and y1 < y2:
+                shown.append((tile, x, y, (x1, y1, x2, y2)))
+                area += (x2 - x1) * (y2 - y1)
+        if area < height * width:  # tiles do not overlap
             part[...] = GREY
-        for tile, place in zip(self.tiles, places, strict=True):
-            if place.area:
-                place.paste(part, load_scanned(self.dataset, tile.index, (tile.height, tile.width)))
-
-
-class _Place(NamedTuple):
-    """The part of a canvas that a tile covers, perhaps nothing, and where the tile begins."""
-
-    x: int
-    y: int
-    left: int
-    top: int
-    right: int
-    bottom: int
-
-    @classmethod
-    def of(cls, canvas, tile, x, y):
-        """The place of a `tile` with its top left corner at (x, y) of `canvas`; what lies outside is cut off."""
-        height, width = canvas.shape[:2]
-        left, top = max(x, 0), max(y, 0)
-        right, bottom = min(x + tile.width, width), min(y + tile.height, height)
-        return cls(x, y, left, top, max(right, left), max(bottom, top))
-
-    @property
-    def area(self):
-        return (self.right - self.left) * (self.bottom - self.top)
-
-    def paste(self, canvas, img):
-        """Copy what shows of `img` [h x w x 3] into `canvas` [h x w x 3 or 4]."""
-        shown = img[self.top - self.y : self.bottom - self.y, self.left - self.x : self.right - self.x]
-        place = canvas[self.top : self.bottom, self.left : self.right]
-        if canvas.shape[2] == 3:
-            place[...] = shown
-        else:
-            cv2.cvtColor(shown, cv2.COLOR_BGR2BGRA, dst=place)
+        for tile, x, y, (x1, y1, x2, y2) in shown:
+            img = load_scanned(self.dataset, tile.index, (tile.height, tile.width))
+            source, target = img[y1 - y : y2 - y, x1 - x : x2 - x], part[y1:y2, x1:x2]
+            if part.shape[2] == 3:
+                target[...] = source
+            else:
+                cv2.cvtColor(source, cv2.COLOR_BGR2BGRA, dst=target)
 
 
 def _shape(dataset, index):

@@ -11,24 +11,12 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from utils.data.image_list import FILE_IGNORED, LINE_IGNORED, expand_paths, find_images, img2label_paths
+from utils.data.image_list import FILE_IGNORED, LINE_IGNORED, find_images, img2label_paths
 from utils.data.images import verify_image
 from utils.data.label_cache import cache_location, load_cache, save_cache, signature
 from utils.data.label_rows import ROW_DROPPED, ROW_REPAIRED, Note, gather, parse_label_text
 from utils.ops.polygons import Polygons
 from utils.system.files import printable, read_text, split_lines
-
-__all__ = [
-    "ScannedDataset",
-    "check_class_ids",
-    "check_has_boxes",
-    "check_labels",
-    "check_nothing_dropped",
-    "expand_paths",
-    "img2label_paths",
-    "parse_label_text",
-    "scan_dataset",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -85,10 +73,10 @@ def scan_dataset(path, prefix=""):
             save_cache(cache_file, present, fields)
     else:
         total = fields["counts"]["total"]
-        tqdm(total=total, initial=total, desc=f"{title} (cached) ... {_in_words(fields['counts'])}").close()
+        tqdm(total=total, initial=total, desc=f"{title} (cached) ... {_describe_counts(fields['counts'])}").close()
     fields["findings"] = gather(list_notes) + fields["findings"]
     scanned = ScannedDataset(**fields)
-    logger.info("%s%s", prefix, scan_in_words(scanned))
+    logger.info("%s%s", prefix, describe_scan(scanned))
     for message in scanned.messages:
         logger.warning("%s%s", prefix, message)
     if not scanned.img_files:
@@ -106,7 +94,7 @@ def _scan(img_files, label_files, title):
         for record in bar:
             records.append(record)
             status[record.status] += 1
-            bar.desc = f"{title} ... {_in_words(_counts(status))}"
+            bar.desc = f"{title} ... {_describe_counts(_counts(status))}"
         bar.refresh()
         bar.close()
     kept = [index for index, record in enumerate(records) if record.status != DROPPED]
@@ -166,7 +154,7 @@ def _row_counts(findings):
     return {"dropped_rows": totals[ROW_DROPPED], "repaired_rows": totals[ROW_REPAIRED]}
 
 
-def scan_in_words(scanned):
+def describe_scan(scanned):
     """One line: how many images and rows of which kind, and in brackets why."""
     reasons = defaultdict(list)
     for finding in scanned.findings:
@@ -189,7 +177,7 @@ def _with_reasons(text, reasons):
     return f"{text} ({'; '.join(reasons)})" if reasons else text
 
 
-def _in_words(counts):
+def _describe_counts(counts):
     return f"{counts[FOUND]} found, {counts[MISSING]} missing, {counts[EMPTY]} empty, {counts[DROPPED]} dropped"
 
 
