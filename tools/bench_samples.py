@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from utils import datasets
 from utils.data import affine, mosaic, paste
-from utils.data import dataset as sample
+from utils.data import dataset as dataset_module
 from utils.ops.boxes import resample_segments, segment2box
 
 COMMON = {
@@ -123,8 +123,8 @@ def plain_mixup(img1, labels1, img2, labels2):
 def plain_form():
     replacements = (
         (paste, "Sample", PlainSample),
-        (sample, "load_samples", plain_load_samples),
-        (sample, "mixup", plain_mixup),
+        (dataset_module, "load_samples", plain_load_samples),
+        (dataset_module, "mixup", plain_mixup),
         (affine.Affine, "polygon_boxes", plain_polygon_boxes),
         (affine.Affine, "source_area", lambda warp: (-np.inf, -np.inf, np.inf, np.inf)),
     )

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.bench_samples import make_dataset
 from utils.config.hyp import load_hyp
 from utils.data import affine, mosaic
-from utils.data import dataset as sample
+from utils.data import dataset as dataset_module
 from utils.data.fast import deferred, device_augment
 from utils.data.fast.recipe import recipe_bytes
 from utils.datasets import LoadImagesAndLabels as Dataset
@@ -39,11 +39,11 @@ STEPS = {
     "paint": [(mosaic.Mosaic, "paint")],
     "warp the image": [(affine.Affine, "image")],
     "warp the labels": [(mosaic, "warp_labels")],
-    "mixup": [(sample, "mixup")],
+    "mixup": [(dataset_module, "mixup")],
     "objects to paste": [(Dataset, "samples_to_paste")],
-    "paste in": [(sample, "pastein")],
+    "paste in": [(dataset_module, "pastein")],
     "colours": [
-        (sample, "draw_colours"),
+        (dataset_module, "draw_colours"),
         (Dataset, "recolour"),
         (device_augment.Later, "recolour"),
     ],

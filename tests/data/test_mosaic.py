@@ -103,7 +103,7 @@ def test_polygons_stay_with_their_labels_in_a_mixed_set(folder):
     for k in range(30):
         canvas = (mosaic.draw_mosaic9 if k % 2 else mosaic.draw_mosaic4)(dataset, k % dataset.n)
         labels, segments = canvas.labels(), canvas.segments()
-        classes = [dataset.labels[tile.index][:, 0] for tile in canvas.tiles]
+        classes = [dataset.labels[tile.image][:, 0] for tile in canvas.tiles]
         assert labels[:, 0].tolist() == np.concatenate(classes).tolist()
         assert len(segments) == len(labels)
         for row, points in zip(labels, segments, strict=True):

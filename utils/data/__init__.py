@@ -1,7 +1,11 @@
-"""From files to batches, in this order: images (and exif), image_list, label_rows, label_cache, scan, image_cache, dataset
-(one sample: __getitem__), transforms, affine, pixel_ops, mosaic, paste, sampler, epoch_loader, worker_errors.
+"""From files to batches. Read in this order:
 
-subset leaves a part of a data set, stream reads images and videos for a trained model, keyed_dataset draws by --seed.
-fast/ is opt-in (--worker-tensor and steps left to the GPU). Only create_dataloader (utils/datasets.py), utils/fast and
-utils/run import it; nothing here does.
+images, exif            read, size and verify an image file
+image_list, label_rows  a path of the data yaml to image files; the text of a label file to rows
+scan, label_cache       all of a data set, counted, repaired, reported, remembered
+dataset, image_cache    LoadImagesAndLabels: one sample is __getitem__
+transforms, affine, mosaic, paste, pixel_ops    what happens to a sample
+sampler, epoch_loader, worker_errors            samples to batches
+subset, stream and keyed_dataset (--seed) stand beside; fast/ is opt-in, and imported by utils/datasets.py (where a
+flag asks for it), utils/fast and utils/run only.
 """

@@ -29,9 +29,6 @@ AUGMENTATION_KEYS = (
 )  # fmt: skip
 SAMPLES_TO_PASTE = 30  # objects collected before paste-in chooses among them
 
-# (uint8 [3 x h x w] RGB, targets [n x 6], path, shapes), see LoadImagesAndLabels.__getitem__
-Sample = tuple[torch.Tensor, torch.Tensor, str, tuple | None]
-
 
 class LoadImagesAndLabels(Dataset):
     """Images and labels of a data set, one sample an image: (image, targets, path, shapes).
@@ -62,7 +59,8 @@ class LoadImagesAndLabels(Dataset):
         prefix: str = "",
         subset_filter: Callable[[ScannedDataset], ScannedDataset] | None = None,
     ) -> None:
-        missing = [key for key in AUGMENTATION_KEYS if key not in (hyp or {})] if augment else []
+        self.hyp = hyp or {}
+        missing = [key for key in AUGMENTATION_KEYS if key not in self.hyp] if augment else []
         if missing:
             raise ValueError(
                 f"augmenting needs the hyper-parameters {', '.join(missing)}; load_hyp() supplies them all"
@@ -70,8 +68,7 @@ class LoadImagesAndLabels(Dataset):
         self.path = path
         self.img_size = img_size
         self.augment = augment
-        self.hyp = hyp
-        self.affine_ranges = {key: hyp[key] for key in AFFINE_KEYS} if augment else {}  # as draw_affine takes them
+        self.affine_ranges = {key: self.hyp[key] for key in AFFINE_KEYS} if augment else {}  # as draw_affine takes them
         self.image_weights = image_weights
         self.rect = rect and not image_weights
         self.mosaic = augment and not self.rect
@@ -123,7 +120,7 @@ class LoadImagesAndLabels(Dataset):
     def __len__(self):
         return self.n
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, str, tuple | None]:
         """uint8 image [3 x h x w] RGB, targets [n x 6: 0, class, x, y, w, h normalised], path, and shapes.
 
         shapes is ((height, width) of the file, ((gain y, gain x), (pad x, pad y))), or None for a mosaic.
@@ -221,35 +218,35 @@ class LoadImagesAndLabels(Dataset):
         cv2.split(img, planes[::-1])
         return planes
 
+    @staticmethod
+    def collate_fn(samples):
+        """Samples to one batch; column 0 of the targets becomes the position in the batch."""
+        images, targets, paths, shapes = zip(*samples, strict=True)
+        return torch.stack(images), _numbered(targets), paths, shapes
+
+    @staticmethod
+    def collate_fn4(samples):
+        """A quarter as many images of twice the size: four tiled, or one enlarged, with equal chance (--quad).
+
+        What is left over is dropped, unless the batch has fewer than four images: then its first one is enlarged.
+        """
+        images, targets, paths, shapes = zip(*samples, strict=True)
+        num_groups = max(len(images) // 4, 1)
+        big_images, big_targets = [], []
+        for start in range(0, 4 * num_groups, 4):
+            group = slice(start, start + 4)
+            enlarge = random.random() < 0.5 or len(images) < 4
+            image, labels = (_enlarged if enlarge else _tiled)(images[group], targets[group])
+            big_images.append(image)
+            big_targets.append(labels)
+        # stock behaviour: paths and shapes are those of the first images of the batch, not of the groups
+        return torch.stack(big_images), _numbered(big_targets), paths[:num_groups], shapes[:num_groups]
+
 
 def _with_class_zero(labels):
     labels = labels.copy()
     labels[:, 0] = 0
     return labels
-
-
-def collate_fn(samples):
-    """Samples to one batch; column 0 of the targets becomes the position in the batch."""
-    images, targets, paths, shapes = zip(*samples, strict=True)
-    return torch.stack(images), _numbered(targets), paths, shapes
-
-
-def collate_fn4(samples):
-    """A quarter as many images of twice the size: four tiled, or one enlarged, with equal chance (--quad).
-
-    What is left over is dropped, unless the batch has fewer than four images: then its first one is enlarged.
-    """
-    images, targets, paths, shapes = zip(*samples, strict=True)
-    num_groups = max(len(images) // 4, 1)
-    big_images, big_targets = [], []
-    for start in range(0, 4 * num_groups, 4):
-        group = slice(start, start + 4)
-        enlarge = random.random() < 0.5 or len(images) < 4
-        image, labels = (_enlarged if enlarge else _tiled)(images[group], targets[group])
-        big_images.append(image)
-        big_targets.append(labels)
-    # stock behaviour: paths and shapes are those of the first images of the batch, not of the groups
-    return torch.stack(big_images), _numbered(big_targets), paths[:num_groups], shapes[:num_groups]
 
 
 def _enlarged(images, targets):
@@ -280,5 +277,4 @@ def _numbered(targets):
     return torch.cat(targets)
 
 
-LoadImagesAndLabels.collate_fn = staticmethod(collate_fn)
-LoadImagesAndLabels.collate_fn4 = staticmethod(collate_fn4)
+collate_fn, collate_fn4 = LoadImagesAndLabels.collate_fn, LoadImagesAndLabels.collate_fn4

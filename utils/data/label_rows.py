@@ -39,12 +39,12 @@ class Finding(NamedTuple):
 
     effect: str
     reason: str
-    count: int
+    times: int
     places: list
 
     def __str__(self):
-        rest = f", and {self.count - len(self.places)} more" if self.count > len(self.places) else ""
-        return f"{self.effect} ({self.count}x): {self.reason}: {', '.join(self.places)}{rest}"
+        rest = f", and {self.times - len(self.places)} more" if self.times > len(self.places) else ""
+        return f"{self.effect} ({self.times}x): {self.reason}: {', '.join(self.places)}{rest}"
 
 
 def gather(notes):
@@ -130,30 +130,19 @@ def _parse_row(tokens):
 
 
 def _numbers(tokens):
-    try:
-        numbers = [_number(token) for token in tokens]
-    except ValueError:
-        return _refuse_text(tokens)
+    """The tokens as numbers, read as every tool does: Python alone takes 1_0 for 10, and the digits of any script."""
+    numbers = []
+    for token in tokens:
+        try:
+            if "_" in token or not token.isascii():
+                raise ValueError
+            numbers.append(float(token))
+        except ValueError:
+            reason = "not a number" if numbers else "class is text, the number of the class is needed"
+            raise ValueError(reason, repr(token[:20])) from None
     if not all(map(math.isfinite, numbers)):
         raise ValueError("NaN or infinite number")
     return numbers
-
-
-def _number(token):
-    """A number as every tool reads it: Python alone takes 1_0 for 10, and the digits of any script."""
-    if "_" in token or not token.isascii():
-        raise ValueError("not a number")
-    return float(token)
-
-
-def _refuse_text(tokens):
-    for position, token in enumerate(tokens):
-        try:
-            _number(token)
-        except ValueError:
-            reason = "not a number" if position else "class is text, the number of the class is needed"
-            raise ValueError(reason, repr(token[:20])) from None
-    raise AssertionError("called with numbers only")
 
 
 def _clip(values):

@@ -21,9 +21,9 @@ NO_POLYGON = np.zeros((0, 2), np.float32)
 
 
 class Tile(NamedTuple):
-    """Image `index` of the data set, `width` x `height`, with its top left corner at (x, y), perhaps outside."""
+    """Image number `image` of the data set, `width` x `height`, with its top left corner at (x, y), perhaps outside."""
 
-    index: int
+    image: int
     x: int
     y: int
     width: int
@@ -45,11 +45,11 @@ class Mosaic:
     def places(self):
         """What each label is scaled and shifted by [n x 4: width, height, x, y of its tile, float32]."""
         corners = [(tile.width, tile.height, tile.x, tile.y) for tile in self.tiles]
-        return np.array(corners, np.float32).repeat([len(self.dataset.labels[tile.index]) for tile in self.tiles], 0)
+        return np.array(corners, np.float32).repeat([len(self.dataset.labels[tile.image]) for tile in self.tiles], 0)
 
     def labels(self):
         """Labels of all images [n x 5: class, x1, y1, x2, y2] in pixels, clipped to the canvas."""
-        labels = np.concatenate([self.dataset.labels[tile.index] for tile in self.tiles])
+        labels = np.concatenate([self.dataset.labels[tile.image] for tile in self.tiles])
         centre, half, size, shift = labels[:, 1:3], labels[:, 3:] / 2, self.places[:, :2], self.places[:, 2:]
         high = size * (centre + half) + shift
         labels[:, 1:3], labels[:, 3:] = size * (centre - half) + shift, high
@@ -79,11 +79,11 @@ class Mosaic:
 
     def _polygons(self, tile):
         """The polygons of an image as they are in its label file: (points [k x 2], counts [n])."""
-        polygons = self.dataset.segments[tile.index]
+        polygons = self.dataset.segments[tile.image]
         if len(polygons):
             polygons = Polygons.of(polygons)
             return polygons.points, polygons.counts
-        return NO_POLYGON, np.zeros(len(self.dataset.labels[tile.index]), np.int64)
+        return NO_POLYGON, np.zeros(len(self.dataset.labels[tile.image]), np.int64)
 
     def __getitem__(self, slices):
         """Pixels of `mosaic[y1:y2, x1:x2]` [h x w x 3]; reads only the images that show there."""
@@ -117,7 +117,7 @@ class Mosaic:
         if area < height * width:  # tiles do not overlap
             part[...] = GREY
         for tile, x, y, (x1, y1, x2, y2) in shown:
-            img = load_scanned(self.dataset, tile.index, (tile.height, tile.width))
+            img = load_scanned(self.dataset, tile.image, (tile.height, tile.width))
             source, target = img[y1 - y : y2 - y, x1 - x : x2 - x], part[y1:y2, x1:x2]
             if part.shape[2] == 3:
                 target[...] = source

@@ -119,11 +119,8 @@ class ShortEpochs:
 
     def __iter__(self):
         if self.stream is None:
-            self.stream = self._from(self.first_epoch * len(self))
+            passes, position = divmod(self.first_epoch * len(self), len(self.batches))
+            if hasattr(self.sampler, "epoch"):  # it counts its passes, this one of whole data sets
+                self.sampler.epoch = passes
+            self.stream = islice(EndlessBatches(self.batches), position, None)
         return islice(self.stream, len(self))
-
-    def _from(self, num_past):
-        passes, position = divmod(num_past, len(self.batches))
-        if hasattr(self.sampler, "epoch"):  # it counts its passes, this one of whole data sets
-            self.sampler.epoch = passes
-        return islice(EndlessBatches(self.batches), position, None)

@@ -150,7 +150,7 @@ def _counts(status):
 def _row_counts(findings):
     totals = Counter()
     for finding in findings:
-        totals[finding.effect] += finding.count
+        totals[finding.effect] += finding.times
     return {"dropped_rows": totals[ROW_DROPPED], "repaired_rows": totals[ROW_REPAIRED]}
 
 
@@ -158,7 +158,7 @@ def describe_scan(scanned):
     """One line: how many images and rows of which kind, and in brackets why."""
     reasons = defaultdict(list)
     for finding in scanned.findings:
-        reasons[finding.effect].append(f"{finding.reason} {finding.count}x")
+        reasons[finding.effect].append(f"{finding.reason} {finding.times}x")
     counts = scanned.counts
     parts = [
         f"{counts['total']} images", f"{counts[FOUND]} found", f"{counts[EMPTY]} of them empty",
