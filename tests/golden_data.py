@@ -97,12 +97,12 @@ ALL_AUGMENTATIONS = {
 }  # fmt: skip
 
 
-def write_dataset(folder, pictures):
-    """`pictures` maps a name to (height, width, text of the label file or None); returns the folder of the pictures."""
+def write_dataset(folder, contents):
+    """`contents` maps a name to (height, width, text of the label file or None); returns the folder of the images."""
     images, labels = folder / "images", folder / "labels"
     images.mkdir(), labels.mkdir()
     rng = np.random.default_rng(0)
-    for name, (height, width, text) in pictures.items():
+    for name, (height, width, text) in contents.items():
         cv2.imwrite(str(images / f"{name}.png"), rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
         if text is not None:
             (labels / f"{name}.txt").write_text(text)

@@ -1,4 +1,4 @@
-"""Small loaders of the golden pictures for the tests of the opt-in loaders, and how their batches are compared."""
+"""Small loaders of the golden images for the tests of the opt-in loaders, and how their batches are compared."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from utils.datasets import create_dataloader
 
 OPT = SimpleNamespace(single_cls=False)
 HYP = golden_data.ALL_AUGMENTATIONS
-BATCH = 5  # does not divide the 12 pictures
+BATCH = 5  # does not divide the 12 images
 
 
 def make_loader(folder, workers=2, batch=BATCH, augment=True, **options):

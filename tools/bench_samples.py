@@ -1,7 +1,7 @@
 """CPU time of one training sample, ours beside the plain form of the same steps, on one core.
 
 The plain form does every step the direct way, as stock YOLOv7 does: masks of pasted objects on the whole canvas, all
-objects cut out at once, every picture of a mosaic decoded, one polygon after the other, mixup in floating point.
+objects cut out at once, every image of a mosaic decoded, one polygon after the other, mixup in floating point.
 Both make the same draws, so their samples must be equal, which is checked, too.
 
     python tools/bench_samples.py                     # 320 and 640 px, p5 and tiny hyper-parameters
@@ -46,7 +46,7 @@ HYPS = {
 def make_dataset(folder, num_images, seed=0, boxes=False):
     """Write JPEGs of quality 92, about 85 kB each, and polygon labels, or the `boxes` round them.
 
-    Returns the folder of the pictures.
+    Returns the folder of the images.
     """
     rng = np.random.default_rng(seed)
     images, labels = folder / "images", folder / "labels"
@@ -90,11 +90,11 @@ class PlainSample:
     def __init__(self, category, box, outline, canvas):
         x1, y1, x2, y2 = box
         self.category, self.size = category, (x2 - x1, y2 - y1)
-        picture = canvas.plain_pixels
-        mask = np.zeros(picture.shape, np.uint8)
+        image = canvas.plain_pixels
+        mask = np.zeros(image.shape, np.uint8)
         cv2.drawContours(mask, [outline], -1, (255, 255, 255), cv2.FILLED)
-        shown = cv2.bitwise_and(picture, mask) > 0
-        mask[shown] = picture[shown]
+        shown = cv2.bitwise_and(image, mask) > 0
+        mask[shown] = image[shown]
         self.pixels = mask[y1:y2, x1:x2]
 
     def cut_out(self):
@@ -188,7 +188,7 @@ def main():
     parser.add_argument("--repeats", type=int, default=3, help="measurements of each form, in turns")
     parser.add_argument("--sizes", type=int, nargs="+", default=[320, 640])
     parser.add_argument("--hyps", nargs="+", choices=list(HYPS), default=list(HYPS))
-    parser.add_argument("--cache", action="store_true", help="pictures in RAM")
+    parser.add_argument("--cache", action="store_true", help="images in RAM")
     parser.add_argument("--boxes", action="store_true", help="labels without polygons")
     options = parser.parse_args()
 

@@ -1,6 +1,6 @@
-"""What a training sample costs, step by step: microseconds of CPU time on one core, pictures in RAM.
+"""What a training sample costs, step by step: microseconds of CPU time on one core, images in RAM.
 
-    python tools/profile_samples.py                          # 320 px tiny and 640 px p5, drawn pictures
+    python tools/profile_samples.py                          # 320 px tiny and 640 px p5, drawn images
     python tools/profile_samples.py --data folder --samples 400
 
 A step's time is its own: what it calls of the other steps is left out. "later" are samples whose colours, flips and,
@@ -115,8 +115,8 @@ def columns_of(dataset, options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", nargs="*", help="folders of pictures; default: drawn, with polygons and with boxes")
-    parser.add_argument("--images", type=int, default=200, help="pictures to draw")
+    parser.add_argument("--data", nargs="*", help="folders of images; default: drawn, with polygons and with boxes")
+    parser.add_argument("--images", type=int, default=200, help="images to draw")
     parser.add_argument("--samples", type=int, default=200, help="samples in one measurement")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--jobs", nargs="+", default=["320:tiny", "640:p5"], help="image size:hyper-parameters")

@@ -110,7 +110,7 @@ def test_training_batches_golden(name, cache, folder):
     check_batches(name, endless(loader), folder)
     check_streams(name, entry["after"])
     for cached, copy in zip(dataset.imgs, before, strict=False):
-        assert np.array_equal(cached, copy), "cached pictures must stay as they are"
+        assert np.array_equal(cached, copy), "cached images must stay as they are"
 
 
 @pytest.mark.parametrize("name", golden_data.names("e_workers2"))
@@ -207,7 +207,7 @@ def test_quad_remainder_is_no_crash(num_samples, num_groups):
 # properties and repairs
 
 
-def test_rect_keeps_segments_with_their_pictures(folder):
+def test_rect_keeps_segments_with_their_images(folder):
     dataset = load_list(folder, "polys", img_size=64, rect=True)
     ratios = dataset.shapes[:, 1] / dataset.shapes[:, 0]
     assert (np.diff(ratios) >= 0).all()
@@ -241,7 +241,7 @@ def test_extreme_aspect_ratio_keeps_a_pixel(options, tmp_path):
         assert targets.isfinite().all()
 
 
-def test_pictures_without_labels_give_empty_targets(tmp_path):
+def test_images_without_labels_give_empty_targets(tmp_path):
     path = write_dataset(tmp_path, {"a": (64, 64, None), "b": (48, 64, "")})
     hyp = ALL_AUGMENTATIONS | {"copy_paste": 0.5, "paste_in": 1.0, "mixup": 1.0}
     dataset = LoadImagesAndLabels(path, 64, augment=True, hyp=hyp)
@@ -309,7 +309,7 @@ def test_endless_loader_goes_on_where_a_pass_was_left():
     assert [batch.tolist() for batch in loader] == [[2, 3], [4, 5], [0, 1]]
 
 
-def test_ranks_share_the_pictures(folder, tmp_path):
+def test_ranks_share_the_images(folder, tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         loader, dataset = create_dataloader(str(folder / "boxes.txt"), 64, 4, 32, OPT, rank=0, workers=0)

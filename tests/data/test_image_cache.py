@@ -1,4 +1,4 @@
-"""--cache-images: the same pictures as without; on disk made once, and anew when a picture changes."""
+"""--cache-images: the same images as without; on disk made once, and anew when an image changes."""
 
 import ctypes
 import os
@@ -33,7 +33,7 @@ def files(folder):
 
 @pytest.mark.parametrize("cache", ["disk", "ram"])
 @pytest.mark.parametrize("options", [{}, {"augment": True}, {"rect": True}, {"img_size": 96}], ids=str)
-def test_pictures_equal_those_of_the_files(options, cache, folder):
+def test_images_equal_those_of_the_files(options, cache, folder):
     cached, plain = open_set(folder, cache, **options), open_set(folder, cache=False, **options)
     assert len(cached) == 12
     for i in range(12):
@@ -58,7 +58,7 @@ def test_processes_share_the_memory(folder):
     img, _, _ = load_image(open_set(folder, "ram"), 0)
     address = img.__array_interface__["data"][0]
     child = os.fork()
-    if not child:  # a picture that only this process changed would have become its own
+    if not child:  # an image that only this process changed would have become its own
         ctypes.memset(address, 77, 1)
         os._exit(0)
     os.waitpid(child, 0)
@@ -96,7 +96,7 @@ def test_memory_can_be_given_back_while_another_process_maps_it(folder):
 
 
 @pytest.mark.parametrize("cache", ["disk", "ram"])
-def test_a_picture_that_changed_its_size_is_named(cache, folder, monkeypatch):
+def test_an_image_that_changed_its_size_is_named(cache, folder, monkeypatch):
     monkeypatch.setattr(image_cache, "resized_shape", lambda height, width, size: (size, size))
     with pytest.raises(ValueError, match=r"\.\w+: the picture changed its size since the labels were scanned"):
         open_set(folder, cache)
@@ -108,14 +108,14 @@ def test_made_once(folder, monkeypatch):
     open_set(folder)
 
 
-@pytest.mark.parametrize("change", ["picture", "cut off", "stamp"])
+@pytest.mark.parametrize("change", ["image", "cut off", "stamp"])
 def test_made_anew_when_something_changed(change, folder):
     dataset = open_set(folder)
     (path,) = files(folder)
-    if change == "picture":
-        picture = dataset.img_files[3]
-        cv2.imwrite(picture, 255 - cv2.imread(picture))
-        os.utime(picture, ns=(1, 1))
+    if change == "image":
+        image = dataset.img_files[3]
+        cv2.imwrite(image, 255 - cv2.imread(image))
+        os.utime(image, ns=(1, 1))
     elif change == "cut off":
         os.truncate(path, 100)
     else:
@@ -141,9 +141,9 @@ def test_full_disk_is_said(folder, monkeypatch):
 
 def test_nothing_is_left_of_an_attempt_that_failed(folder, monkeypatch):
     def fail(*args):
-        raise ValueError("broken picture")
+        raise ValueError("broken image")
 
     monkeypatch.setattr(image_cache, "load_scanned", fail)
-    with pytest.raises(ValueError, match="broken picture"):
+    with pytest.raises(ValueError, match="broken image"):
         open_set(folder)
     assert not [path for path in folder.rglob("*") if "pixels" in path.name]

@@ -39,7 +39,7 @@ def test_folders_are_searched_and_sorted_by_code_points(tmp_path, monkeypatch):
     assert expand_paths("./set [1] */") == expand_paths(Path("set [1] *"))
 
 
-def test_pictures_of_other_formats_are_named(tmp_path):
+def test_images_of_other_formats_are_named(tmp_path):
     touch(tmp_path, "a.jpg", "b.GIF", ".c.gif", "d.zip")
     paths, notes = find_images(tmp_path)
     assert paths == [str(tmp_path / "a.jpg")]

@@ -12,15 +12,15 @@ from tests import golden_data, parity
 from utils.data import images
 
 SMALL = np.random.default_rng(0).integers(0, 256, (3, 4, 3), dtype=np.uint8)
-PICTURE = np.kron(SMALL, np.ones((8, 8, 1), np.uint8))  # RGB [24 x 32 x 3], blocks, so that JPEG hardly changes it
-LARGE = np.kron(PICTURE, np.ones((5, 5, 1), np.uint8))  # [120 x 160 x 3]: more pixel data than tables in a JPEG
+IMAGE = np.kron(SMALL, np.ones((8, 8, 1), np.uint8))  # RGB [24 x 32 x 3], blocks, so that JPEG hardly changes it
+LARGE = np.kron(IMAGE, np.ones((5, 5, 1), np.uint8))  # [120 x 160 x 3]: more pixel data than tables in a JPEG
 FORMATS = {
     "png": {},
     "jpg": {"quality": 100, "subsampling": 0},
     "webp": {"lossless": True},
     "tif": {},
     "bmp": {},
-    "mpo": {"quality": 100, "subsampling": 0, "save_all": True, "append_images": [Image.fromarray(PICTURE)]},
+    "mpo": {"quality": 100, "subsampling": 0, "save_all": True, "append_images": [Image.fromarray(IMAGE)]},
 }
 UPRIGHT = {  # what has to be done to the stored raster, from the EXIF standard
     1: lambda a: a,
@@ -34,12 +34,12 @@ UPRIGHT = {  # what has to be done to the stored raster, from the EXIF standard
 }
 
 
-def save(path, suffix, orientation=1, raster=PICTURE):
-    picture = Image.fromarray(raster)
+def save(path, suffix, orientation=1, raster=IMAGE):
+    image = Image.fromarray(raster)
     exif = Image.Exif()
     exif[274] = orientation
     extra = {"tiffinfo": {274: orientation}} if suffix == "tif" else {} if suffix == "bmp" else {"exif": exif}
-    picture.save(path, **FORMATS[suffix], **extra)
+    image.save(path, **FORMATS[suffix], **extra)
     return path
 
 
@@ -50,7 +50,7 @@ def save(path, suffix, orientation=1, raster=PICTURE):
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "tif", "mpo"])
 def test_pixels_and_size_are_upright(tmp_path, suffix, orientation):
     file = save(tmp_path / f"a.{suffix}", suffix, orientation)
-    expected = UPRIGHT[orientation](PICTURE)[..., ::-1]
+    expected = UPRIGHT[orientation](IMAGE)[..., ::-1]
     actual = images.read_image(file)
     assert actual.shape == expected.shape
     assert np.abs(actual.astype(int) - expected).max() <= 1
@@ -60,7 +60,7 @@ def test_pixels_and_size_are_upright(tmp_path, suffix, orientation):
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_deep_tiffs_are_upright(tmp_path, orientation):
-    raster = np.asarray(Image.fromarray(PICTURE).convert("L"))
+    raster = np.asarray(Image.fromarray(IMAGE).convert("L"))
     expected = UPRIGHT[orientation](raster[..., None])
     for name, samples in {"float": raster / np.float32(255), "int": raster.astype(np.int32)}.items():
         file = tmp_path / f"{name}.tif"
@@ -88,7 +88,7 @@ def exif_block(order, kind, packed):
 def jpeg_with(block, folder):
     """A file in `folder` with the EXIF data `block`."""
     file = folder / "a.jpg"
-    Image.fromarray(PICTURE).save(file)
+    Image.fromarray(IMAGE).save(file)
     data, length = file.read_bytes(), struct.pack(">H", len(block) + 8)
     file.write_bytes(data[:2] + b"\xff\xe1" + length + b"Exif\0\0" + block + data[2:])
     return file
@@ -108,7 +108,7 @@ def test_exif_that_begins_in_another_way_does_not_count(tmp_path):
 
 @pytest.mark.parametrize(("prefix", "size"), [(b"", (24, 32)), (b"Exif\0\0", (32, 24))])
 def test_exif_of_a_png_that_libpng_refuses_does_not_count(tmp_path, prefix, size):
-    Image.fromarray(PICTURE).save(tmp_path / "a.png")
+    Image.fromarray(IMAGE).save(tmp_path / "a.png")
     data, chunk = (tmp_path / "a.png").read_bytes(), b"eXIf" + prefix + exif_block("<", 3, b"\6")
     chunk = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
     (tmp_path / "a.png").write_bytes(data[:33] + chunk + data[33:])  # behind the header
@@ -128,7 +128,7 @@ def test_exif_of_a_png_that_libpng_refuses_does_not_count(tmp_path, prefix, size
 def test_ordinary_files_equal_imread(tmp_path, suffix, modes):
     for mode in modes.split():
         file = tmp_path / f"ü {mode}.{suffix}"
-        Image.fromarray(PICTURE).convert(mode).save(file)
+        Image.fromarray(IMAGE).convert(mode).save(file)
         np.testing.assert_array_equal(images.read_image(file), cv2.imread(str(file)))
 
 
@@ -164,12 +164,12 @@ def test_rules_for_other_sample_types(samples, expected):
 
 def test_colour_float_tiff(tmp_path):
     file = tmp_path / "a.tif"
-    cv2.imwrite(str(file), PICTURE.astype(np.float32) / 255, (cv2.IMWRITE_TIFF_COMPRESSION, 1))
-    np.testing.assert_array_equal(images.read_image(file), PICTURE)
+    cv2.imwrite(str(file), IMAGE.astype(np.float32) / 255, (cv2.IMWRITE_TIFF_COMPRESSION, 1))
+    np.testing.assert_array_equal(images.read_image(file), IMAGE)
     assert images.verify_image(file) == (32, 24)
 
 
-def test_golden_pictures_have_their_golden_sizes():
+def test_golden_images_have_their_golden_sizes():
     for item in golden_data.index()["a_parsed_all"]["items"]:
         file = golden_data.FOLDER / "dataset" / item["img"]
         sizes = images.image_size(file), images.verify_image(file), images.read_image(file).shape[1::-1]
@@ -265,11 +265,11 @@ def test_reasons(tmp_path, data, reason):
 
 
 def test_content_decides_not_the_suffix(tmp_path):
-    Image.fromarray(PICTURE).save(tmp_path / "a.gif")
+    Image.fromarray(IMAGE).save(tmp_path / "a.gif")
     (tmp_path / "a.gif").rename(tmp_path / "a.png")
     with pytest.raises(ValueError, match="content is GIF"):
         images.verify_image(tmp_path / "a.png")
-    Image.fromarray(PICTURE).save(tmp_path / "b.png")
+    Image.fromarray(IMAGE).save(tmp_path / "b.png")
     (tmp_path / "b.png").rename(tmp_path / "b.jpg")
     assert images.verify_image(tmp_path / "b.jpg") == (32, 24)
 

@@ -14,7 +14,7 @@ from utils.data.scan import scan_dataset
 
 @pytest.fixture
 def scans(monkeypatch):
-    """The picture paths that were really looked at."""
+    """The image paths that were really looked at."""
     looked_at, verify_image = [], scan.verify_image
     monkeypatch.setattr(scan, "verify_image", lambda path: looked_at.append(path) or verify_image(path))
     return looked_at

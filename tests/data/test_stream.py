@@ -1,4 +1,4 @@
-"""utils/data/stream.py: pictures and videos for a trained model."""
+"""utils/data/stream.py: images and videos for a trained model."""
 
 import logging
 
@@ -13,7 +13,7 @@ from utils.datasets import LoadImages
 def folder(tmp_path):
     for name, shape in (("b.png", (40, 80, 3)), ("a.png", (60, 30, 3))):
         cv2.imwrite(str(tmp_path / name), np.full(shape, (10, 20, 30), np.uint8))
-    (tmp_path / "c.jpg").write_bytes(b"not a picture")
+    (tmp_path / "c.jpg").write_bytes(b"not an image")
     (tmp_path / "notes.txt").write_text("not even by name")
     (tmp_path / ".hidden.png").write_bytes(b"")
     return tmp_path
@@ -44,7 +44,7 @@ def test_nothing_to_read_is_named(folder):
         LoadImages(str(folder / "notes.txt"))
 
 
-def test_frames_of_a_video_come_after_the_pictures(folder, caplog):
+def test_frames_of_a_video_come_after_the_images(folder, caplog):
     path = folder / "a.avi"
     writer = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"MJPG"), 10, (64, 32))
     if not writer.isOpened():
