@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from utils.config.hyp import AUGMENTATION_KEYS
 from utils.data.affine import random_perspective
 from utils.data.image_cache import use_disk_cache, use_memory_cache
 from utils.data.images import load_image
@@ -24,9 +25,6 @@ from utils.data.transforms import draw_colours, letterbox, mixup
 from utils.ops.boxes import xywhn2xyxy, xyxy2xywh
 
 AFFINE_KEYS = ("degrees", "translate", "scale", "shear", "perspective")
-AUGMENTATION_KEYS = (
-    "hsv_h", "hsv_s", "hsv_v", *AFFINE_KEYS, "flipud", "fliplr", "mosaic", "mixup", "copy_paste", "paste_in",
-)  # fmt: skip
 SAMPLES_TO_PASTE = 30  # objects collected before paste-in chooses among them
 
 
