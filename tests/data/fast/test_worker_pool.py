@@ -5,12 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.loader_cases import make_loader
+from utils.data.fast.worker_pool import WorkerPool
 from utils.data.worker_errors import LoaderError, about
 from utils.datasets import LoadImagesAndLabels
 
@@ -196,6 +198,93 @@ def test_end_of_the_main_process_ends_the_workers(number, folder):
     while (alive := [pid for pid in workers if is_running(pid)]) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not alive
+
+
+class Answers:
+    """A job whose answers to (number, bytes) have that many bytes."""
+
+    def enter(self):
+        pass
+
+    def __call__(self, task, doing):
+        doing[:] = task[0], 0
+        return bytes(task[1])
+
+    def describe(self, number, _):
+        return f"task {number}"
+
+
+def test_more_tasks_and_answers_than_the_pipes_hold(no_orphans):
+    """Nobody reads an answer until all tasks are queued: neither side may wait for the other."""
+    pool, tasks = WorkerPool(Answers(), 2, timeout=30), [(k, 100) for k in range(5000)]
+    for task in tasks:
+        pool.submit(task)
+    assert pool.waiting, "all fit, so this is no test"
+    found = []
+    while len(found) < len(tasks):
+        found += pool.answers()
+    assert sorted(task for task, _ in found) == tasks and {len(answer) for _, answer in found} == {100}
+    pool.close()
+
+
+def test_an_answer_larger_than_a_pipe(no_orphans):
+    pool = WorkerPool(Answers(), 2, timeout=30)
+    for number in range(4):
+        pool.submit((number, 1_000_000))
+    found = [answer for _ in range(4) for answer in pool.answers()]
+    assert sorted(task for task, _ in found) == [(number, 1_000_000) for number in range(4)]
+    pool.close()
+
+
+def test_worker_stopped_in_the_middle_of_an_answer(no_orphans):
+    """Half of an answer is there; to wait for the rest of it would be for ever."""
+    pool = WorkerPool(Answers(), 1, timeout=1)
+    pool.submit((3, 1_000_000))
+    time.sleep(0.5)  # the pipe is full
+    os.kill(pool.processes[0].pid, signal.SIGSTOP)
+    with pytest.raises(LoaderError, match="delivered nothing for 1 s .*busy with task 3"):
+        pool.answers()
+
+
+BLOCKED = """
+import sys, time
+from tests.data.fast.test_worker_pool import Answers
+from utils.data.fast import worker_pool
+if sys.argv[1] == "pipes alone":
+    worker_pool._be_killed_with = lambda parent: None
+pools = [worker_pool.WorkerPool(Answers(), 2, timeout=30) for _ in range(2)]
+for pool in pools:
+    for number in range(2):
+        pool.submit((number, 1_000_000))
+time.sleep(1)
+print(*(process.pid for pool in pools for process in pool.processes), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("means", ["pipes alone", "the kernel too"])
+def test_workers_that_wait_for_a_reader_end_with_the_main_process(means):
+    program = subprocess.Popen([sys.executable, "-c", BLOCKED, means], cwd=ROOT, text=True, stdout=subprocess.PIPE)
+    workers = [int(pid) for pid in program.stdout.readline().split()]
+    assert len(workers) == 4 and all(map(is_running, workers))
+    program.kill()
+    program.wait(10)
+    deadline = time.monotonic() + 10
+    while (alive := [pid for pid in workers if is_running(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not alive
+
+
+def test_a_pool_made_in_a_thread_outlives_it(no_orphans):
+    """The kernel counts the thread that forked as the parent."""
+    made = []
+    thread = threading.Thread(target=lambda: made.append(WorkerPool(Answers(), 1, timeout=5)))
+    thread.start()
+    thread.join()
+    time.sleep(0.2)
+    made[0].submit((1, 10))
+    assert made[0].answers() == [((1, 10), bytes(10))]
+    made[0].close()
 
 
 def is_running(pid):

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from utils.data.fast.device_augment import Later, Unfinished
-from utils.data.fast.worker_pool import Workers
+from utils.data.fast.worker_pool import WorkerPool
 from utils.data.sampler import EndlessBatches
 from utils.data.worker_errors import LoaderError
 from utils.system.memory import in_words, shared_array
@@ -239,7 +239,7 @@ class SlabLoader:
             self.ring.unlock_pages()
 
     def _start_workers(self):
-        self.workers = Workers(self.assembly, self.num_workers, self.timeout)
+        self.workers = WorkerPool(self.assembly, self.num_workers, self.timeout)
         self.keys = iter(EndlessBatches(self.batches)) if self.endless else iter(())
 
     def _begin_pass(self):

@@ -1,17 +1,22 @@
-"""Processes that work for a loader: started by fork, fed through one common pipe, answering each through its own.
+"""Processes that work for a loader: started by fork, fed through one common pipe, each answers through its own.
 
 Whatever happens to a worker ends in one LoaderError that names the sample it was working on, and in no process left.
+Neither side can block the other: the main process writes only what the pipe has room for and reads only what is there.
 """
 
+import ctypes
 import logging
 import os
 import pickle
 import random
 import selectors
 import signal
+import sys
+import threading
 import time
 import traceback
 import weakref
+from collections import deque
 from multiprocessing import get_all_start_methods, get_context
 
 import cv2
@@ -23,15 +28,16 @@ from utils.system.memory import shared_array
 
 logger = logging.getLogger(__name__)
 
-PARENT_CHECK = 2.0  # seconds between two looks of an idle worker at whether its parent lives
 JOIN_LIMIT = 2.0  # seconds that workers get to end before they are killed
+READ_SIZE = 1 << 16  # bytes; what a pipe of Linux holds
+LENGTH = 8  # bytes in front of an answer that tell how long it is
 
 
 def can_fork():
     return "fork" in get_all_start_methods()
 
 
-class Workers:
+class WorkerPool:
     """`count` processes that call `job(task, doing)` for tasks, tuples of integers, in the order of `submit`.
 
     `job.enter()` is called once in each of them. `doing` is an array of two integers that the job keeps up to date;
@@ -39,59 +45,85 @@ class Workers:
     """
 
     def __init__(self, job, count, timeout):
-        context = get_context("fork")
-        self.job, self.timeout, self.count = job, timeout, count
-        self.num_open = 0  # tasks without an answer
+        self.job, self.timeout = job, timeout
+        self.waiting = deque()  # tasks that the pipe had no room for
+        self.received = [bytearray() for _ in range(count)]  # from each worker, the beginning of its next answer
         self.doing = shared_array((count, 2), np.int64)
         self.doing[:] = -1
+        context = get_context("fork")
         reader, self.tasks = context.Pipe(duplex=False)
-        lock = context.Lock()
-        seed = torch.empty((), dtype=torch.int64).random_().item()
-        self.processes, self.selector = [], selectors.DefaultSelector()
-        for number in range(count):
-            answers, writer = context.Pipe(duplex=False)
+        pipes = [context.Pipe(duplex=False) for _ in range(count)]
+        ends = [reader, self.tasks, *(end for pipe in pipes for end in pipe)]
+        lock, seed = context.Lock(), torch.empty((), dtype=torch.int64).random_().item()
+        # The kernel's signal comes when the thread that forked ends, which says nothing if it is not the main thread.
+        parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
+        self.processes = []
+        for number, (_, writer) in enumerate(pipes):
+            inherited = [end for end in ends if end not in (reader, writer)]
             process = context.Process(
-                target=_work, args=(job, self.doing[number], reader, lock, writer, os.getpid(), seed + number),
+                target=_work, args=(job, self.doing[number], reader, lock, writer, inherited, parent, seed + number),
                 name=f"loader-{number}", daemon=True,
             )  # fmt: skip
             process.start()
-            # From here on only the worker can write: its end is seen as the end of its answers.
-            writer.close()
             self.processes.append(process)
+        # From here on only the workers hold these ends, so that their death is seen as the end of a pipe.
+        for end in (reader, *(writer for _, writer in pipes)):
+            end.close()
+        self.selector = selectors.DefaultSelector()
+        for number, (answers, _) in enumerate(pipes):
             self.selector.register(answers, selectors.EVENT_READ, number)
-        reader.close()
+        os.set_blocking(self.tasks.fileno(), False)
         self.close = weakref.finalize(self, _stop, self.processes, self.selector, self.tasks, os.getpid())
 
     def submit(self, task):
         """Queue a task."""
-        try:
-            self.tasks.send(task)
-        except OSError:  # every worker is gone, so nobody reads
-            self._look_for_the_dead()
-        self.num_open += 1
+        self.waiting.append(task)
+        self._send()
+
+    def _send(self):
+        """Write tasks until the pipe is full. A task is so short that it is written as a whole or not at all."""
+        while self.waiting:
+            try:
+                self.tasks.send(self.waiting[0])
+            except BlockingIOError:
+                # To wait here would be a deadlock: the workers read on only after somebody has taken their answers.
+                return
+            except OSError:  # every worker is gone, so nobody reads
+                self._look_for_the_dead()
+            self.waiting.popleft()
 
     def answers(self):
         """Wait until there are answers: a list of (task, result). Raises LoaderError instead of waiting in vain."""
-        ready = self.selector.select(self.timeout)
-        if not ready:
-            busy = [self.job.describe(*doing) for doing in self.doing.tolist() if doing[0] >= 0]
-            self._fail(
-                f"the loader delivered nothing for {self.timeout:g} s (--loader-timeout); its workers are busy with "
-                f"{', '.join(busy[:4]) or 'nothing'}; is the disk with the images still there?"
-            )
-        return [self._answer(key.fileobj, key.data) for key, _ in ready]
+        found, deadline = [], time.monotonic() + self.timeout
+        while not found:
+            ready = self.selector.select(max(deadline - time.monotonic(), 0))
+            if not ready:
+                busy = [self.job.describe(*doing) for doing in self.doing.tolist() if doing[0] >= 0]
+                self._fail(
+                    f"the loader delivered nothing for {self.timeout:g} s (--loader-timeout); its workers are busy "
+                    f"with {', '.join(busy[:4]) or 'nothing'}; is the disk with the images still there?"
+                )
+            for key, _ in ready:
+                found += self._read(key.fd, key.data)
+            self._send()
+        return found
 
-    def _answer(self, pipe, number):
-        try:
-            task, result, error = pipe.recv()
-        except (EOFError, OSError, pickle.UnpicklingError):
+    def _read(self, pipe, number):
+        """The (task, result) of all answers that worker `number` has completed; waits for no more than is there."""
+        part = os.read(pipe, READ_SIZE)
+        if not part:
             self._report_death(number)
-        if error is not None:
-            if os.environ.get("YOLOV7FAST_TRACEBACK") == "1":
-                logger.error("%s", error[1])
-            self._fail(about(self.job.describe(*error[2]), error[0]))
-        self.num_open -= 1
-        return task, result
+        received, found = self.received[number], []
+        received += part
+        while len(received) >= (end := LENGTH + int.from_bytes(received[:LENGTH], "little")):
+            task, result, error = pickle.loads(received[LENGTH:end])
+            del received[:end]
+            if error is not None:
+                if os.environ.get("YOLOV7FAST_TRACEBACK") == "1":
+                    logger.error("%s", error[1])
+                self._fail(about(self.job.describe(*error[2]), error[0]))
+            found.append((task, result))
+        return found
 
     def _look_for_the_dead(self):
         for number, process in enumerate(self.processes):
@@ -121,53 +153,65 @@ def _stop(processes, selector, tasks, owner):
     """End all workers and close the pipes; safe to call at any time, does nothing in a forked child."""
     if os.getpid() != owner:
         return
+    for end in ("terminate", "kill"):
+        for process in processes:
+            getattr(process, end)()
+        deadline = time.monotonic() + JOIN_LIMIT
+        for process in processes:
+            process.join(max(deadline - time.monotonic(), 0))
     for process in processes:
-        process.terminate()
-    deadline = time.monotonic() + JOIN_LIMIT
-    for process in processes:
-        process.join(max(deadline - time.monotonic(), 0))
-        if process.is_alive():
-            process.kill()
-            process.join()
-        process.close()
+        if process.exitcode is not None:  # else a dead disk holds it, and nothing can be done
+            process.close()
     for key in list(selector.get_map().values()):
         key.fileobj.close()
     selector.close()
     tasks.close()
 
 
-def _work(job, doing, reader, lock, writer, parent, seed):
-    """The life of a worker."""
+def _work(job, doing, reader, lock, writer, inherited, parent, seed):
+    """The life of a worker: it ends when the pipe of the tasks does, or when nobody reads its answers."""
+    # First of all: as long as one worker holds the main process's ends, no other sees that the main process is gone.
+    for end in inherited:
+        end.close()
+    _be_killed_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's business; it ends the workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # The workers share the cores already; threads of each would only get in their way.
     torch.set_num_threads(1)
     cv2.setNumThreads(0)
+    # Else all workers would go on with the one state of the generators that the fork has copied.
     random.seed(seed)
     np.random.seed(np.random.SeedSequence(seed % 2**64).generate_state(4))
     torch.manual_seed(seed)
     job.enter()
-    while (task := _next_task(reader, lock, parent)) is not None:
+    while True:
+        try:
+            with lock:  # one message, one reader
+                task = reader.recv()
+        except (EOFError, OSError):  # the main process is gone
+            return
         try:
             answer = task, job(task, doing), None
         except Exception as error:  # whatever it is, the main process has to know
             answer = task, None, (describe(error), traceback.format_exc(), doing.tolist())
+        message = pickle.dumps(answer)
         try:
-            writer.send(answer)
+            _write(writer.fileno(), len(message).to_bytes(LENGTH, "little") + message)
         except OSError:  # the main process is gone
             return
-        doing[0] = -1
+        doing[0] = -1  # after the answer is out: a death before that belongs to this sample
 
 
-def _next_task(reader, lock, parent):
-    """The next task; None when the parent has gone."""
-    while os.getppid() == parent:
-        if lock.acquire(timeout=PARENT_CHECK):
-            try:
-                if reader.poll(PARENT_CHECK):
-                    return reader.recv()
-            except (EOFError, OSError):
-                return None
-            finally:
-                lock.release()
-    return None
+def _write(pipe, message):
+    while message:
+        message = message[os.write(pipe, message) :]
+
+
+def _be_killed_with(parent):
+    """On Linux, let the kernel end this worker with its `parent` even where it would not notice: a second line."""
+    if parent is not None and sys.platform == "linux":
+        set_death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
+        if os.getppid() != parent:  # it was gone before
+            os._exit(1)
