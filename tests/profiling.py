@@ -10,7 +10,7 @@ from collections import defaultdict
 import torch
 
 from tools.bench_loader import children, cpu_seconds
-from utils.data.fast.device_augment import Unfinished
+from utils.data.fast.device_augment import DeferredBatch
 
 PHASES = ("data", "copy", "forward", "loss", "backward", "optimiser", "EMA", "graph", "read-back", "other")
 
@@ -161,8 +161,8 @@ class Source:
 
     def _kept(self, images):
         """A copy of `images` on the device; those that a worker has not finished are finished in each step."""
-        if isinstance(images, Unfinished):
-            return Unfinished(*(part.to(self.device, copy=True) for part in images))
+        if isinstance(images, DeferredBatch):
+            return DeferredBatch(*(part.to(self.device, copy=True) for part in images))
         return images.to(self.device, copy=True)
 
 

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.bench_samples import make_dataset
 from utils import datasets
 from utils.config.hyp import load_hyp
-from utils.data.fast.device_augment import Unfinished
+from utils.data.fast.device_augment import DeferredBatch
 
 LOADERS = {
     "reference": {},
@@ -40,7 +40,7 @@ LOADERS = {
     "--worker-tensor": {"worker_tensor": True},
     "--fast-dataloader": {"persistent_workers": True, "worker_tensor": True},
     "--fast-dataloader --seed 7": {"persistent_workers": True, "worker_tensor": True, "seed": 7},
-    "--fast-dataloader --fast-step": {"persistent_workers": True, "worker_tensor": True, "finish_later": True},
+    "--fast-dataloader --fast-step": {"persistent_workers": True, "worker_tensor": True, "defer_steps": True},
 }
 COLUMNS = {
     "img/s": ("rate", "{:,.0f}"), "main": ("main_share", "{:.2f}"), "workers": ("worker_share", "{:.2f}"),
@@ -123,9 +123,9 @@ def measure(dataset, options, flags):
 
 
 def on_device(images):
-    """A batch on the GPU, and finished there if its workers have left that to it (--fast-step)."""
-    if isinstance(images, Unfinished):
-        return Unfinished(*(part.to("cuda", non_blocking=True) for part in images)).finished()
+    """A batch on the GPU, and augmented there if its workers have left that to it (--fast-step)."""
+    if isinstance(images, DeferredBatch):
+        return DeferredBatch(*(part.to("cuda", non_blocking=True) for part in images)).augmented()
     return images.to("cuda", non_blocking=True)
 
 

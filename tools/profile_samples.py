@@ -28,8 +28,7 @@ from tools.bench_samples import make_dataset
 from utils.config.hyp import load_hyp
 from utils.data import affine, mosaic
 from utils.data import dataset as dataset_module
-from utils.data.fast import deferred, device_augment
-from utils.data.fast.recipe import recipe_bytes
+from utils.data.fast.deferred import CAPACITY, DeferredDataset, rounding_mode, steps_bytes
 from utils.datasets import LoadImagesAndLabels as Dataset
 
 STEPS = {
@@ -45,10 +44,10 @@ STEPS = {
     "colours": [
         (dataset_module, "draw_colours"),
         (Dataset, "recolour"),
-        (device_augment.Later, "recolour"),
+        (DeferredDataset, "recolour"),
     ],
-    "flips": [(Dataset, "flip"), (device_augment.Later, "flip")],
-    "hand over": [(Dataset, "pixels"), (device_augment.Later, "pixels")],
+    "flips": [(Dataset, "flip"), (DeferredDataset, "flip")],
+    "hand over": [(Dataset, "pixels"), (DeferredDataset, "pixels")],
 }
 
 
@@ -80,8 +79,9 @@ class Clock:
 def profile(dataset, num_samples, later, seed):
     """Microseconds per sample of each step, as a dict."""
     size = dataset.img_size
-    place = np.empty(3 * deferred.ROOM * size**2, np.uint8)
-    recipe = np.empty(recipe_bytes(size, deferred.way_of_warping(size) is not None), np.uint8)
+    place = np.empty(3 * CAPACITY * size**2, np.uint8)
+    steps = np.empty(steps_bytes(size, rounding_mode(size) is not None), np.uint8)
+    dataset = DeferredDataset(dataset) if later else dataset
     dataset.new_image = lambda shape, dtype: place[: int(np.prod(shape))].reshape(shape)
     random.seed(seed)
     np.random.seed(seed)
@@ -90,23 +90,17 @@ def profile(dataset, num_samples, later, seed):
         for step, functions in STEPS.items():
             for owner, name in functions:
                 stack.enter_context(mock.patch.object(owner, name, clock.timed(step, getattr(owner, name))))
-        steps = device_augment.Later()
-        steps.new_image = dataset.new_image
-        for name in ("warped", "recolour", "flip", "pixels") if later else ():
-            setattr(dataset, name, getattr(steps, name))
         clock.last = time.thread_time()
         for k in range(num_samples):
             if later:
-                steps.begin(recipe)
+                dataset.begin(steps)
             dataset[k % len(dataset)]
         clock.switch()
-    for name in ("warped", "recolour", "flip", "pixels") if later else ():
-        delattr(dataset, name)
     return {step: 1e6 * seconds / num_samples for step, seconds in clock.seconds.items()}
 
 
 def columns_of(dataset, options):
-    """(header, median microseconds of each step) with and without finishing on the GPU."""
+    """(header, median microseconds of each step) with and without steps deferred to the GPU."""
     for later in (True, False):
         profile(dataset, 20, later, 0)  # warm up
         runs = [profile(dataset, options.samples, later, seed) for seed in range(options.repeats)]

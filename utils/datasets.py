@@ -57,7 +57,7 @@ def create_dataloader(
 ) -> tuple[Any, LoadImagesAndLabels]:
     """The (loader, dataset) for `path` (folder, list file, or list of those). `opt` needs only `.single_cls`.
 
-    `fast`: further fields of data.fast.loader.Settings; with any of them, or a flag, that module makes the loader.
+    `fast`: further fields of data.fast.loader.LoaderOptions; with any of them, or a flag, that module makes the loader.
     stock behaviour: a single process (rank -1) takes the images in their order, without shuffling.
     """
     # OpenCV's own threads would compete with the workers, and do not survive the fork that makes them.
@@ -71,11 +71,11 @@ def create_dataloader(
     batch_size = min(batch_size, len(dataset))
     workers = min((os.cpu_count() or 1) // world_size, batch_size if batch_size > 1 else 0, workers)
     if persistent_workers or worker_tensor or fast:
-        from utils.data.fast.loader import Settings, build_loader  # here: a run without flags never imports it
+        from utils.data.fast.loader import LoaderOptions, build_loader  # here: a run without flags never imports it
 
-        settings = Settings(persistent_workers, worker_tensor, **fast)
+        options = LoaderOptions(persistent_workers, worker_tensor, **fast)
         return build_loader(
-            dataset, batch_size, workers, settings, rank=rank, world_size=world_size, image_weights=image_weights,
+            dataset, batch_size, workers, options, rank=rank, world_size=world_size, image_weights=image_weights,
             collate_fn=collate_fn, collate_fn4=collate_fn4 if quad else None,
         ), dataset  # fmt: skip
     warn_about_shared_memory(workers * 2 * batch_size * 3 * dataset.max_pixels)

@@ -10,7 +10,7 @@ CPU = torch.device("cpu")
 
 
 def loader(*sizes, valid=None):
-    """Batches of different values; each is destroyed when the next is asked for, as those of a SlabLoader."""
+    """Batches of different values; each is destroyed when the next is asked for, as those of a SharedMemoryLoader."""
     for i, size in enumerate(sizes):
         images = torch.full((size, 3, 4, 6), i, dtype=torch.uint8)
         images[0, 0, 0, 0] = 255 - i
@@ -81,13 +81,13 @@ def test_an_epoch_that_is_left_releases_its_slot(monkeypatch):
     assert released == [feed.slots[0]]
 
 
-def test_a_loader_learns_which_stream_reads_its_slabs():
+def test_a_loader_learns_which_stream_reads_its_slots():
     class Loader(list):
         copy_stream = "nobody has set it"
 
-    slabs = Loader(loader(1))
-    list(Prefetch()(slabs, CPU))
-    assert slabs.copy_stream is None
+    ring = Loader(loader(1))
+    list(Prefetch()(ring, CPU))
+    assert ring.copy_stream is None
 
 
 def test_to_device_on_a_cpu_is_the_tensor_itself():

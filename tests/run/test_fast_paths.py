@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from utils.config.options import check_train_options, train_parser
-from utils.data.fast.loader import Settings
+from utils.data.fast.loader import LoaderOptions
 from utils.engine import batches
 from utils.fast.graph_step import GraphSteps
 from utils.fast.prefetcher import Prefetch
@@ -141,4 +141,4 @@ def test_each_loader_flag_alone(flags):
     expected = {"persistent_workers": False, "worker_tensor": False, "micro_batch_size": 0, "prefetch_factor": None,
                 "timeout": 300, "seed": None, "first_epoch": 3}  # fmt: skip
     assert options == {key: value for key, value in expected.items() if key != name}
-    Settings(**options)
+    LoaderOptions(**options)

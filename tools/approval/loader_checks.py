@@ -167,13 +167,13 @@ def tensor_batches(setup):
 
 
 def buffers_are_used_again(setup):
-    """A batch is a view of the ring: as many addresses as slabs, however many batches."""
+    """A batch is a view of the ring: as many addresses as slots, however many batches."""
     loader, _ = open_loader(setup, 2, **TENSOR)
     addresses = [images.data_ptr() for _ in range(4) for images, *_ in loader]
     expect(len(set(addresses)) < len(addresses), "every batch lies at another address: it was allocated anew")
-    slabs = len(loader.ring.pixels)
-    expect(len(set(addresses)) <= slabs, f"{len(set(addresses))} addresses for {slabs} buffers")
-    return f"{len(addresses)} batches in {len(set(addresses))} places of a ring of {slabs}"
+    slots = len(loader.ring.pixels)
+    expect(len(set(addresses)) <= slots, f"{len(set(addresses))} addresses for {slots} buffers")
+    return f"{len(addresses)} batches in {len(set(addresses))} places of a ring of {slots}"
 
 
 def main_process_is_idle(setup):

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from utils.data.images import load_scanned, resized_shape
 from utils.data.label_cache import cache_location, signature
 from utils.system.files import atomic_write, printable, remove_leftovers, replacement
-from utils.system.memory import check_memory, give_back, in_words, shared_array
+from utils.system.memory import check_memory, describe_bytes, give_back, shared_array
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def use_memory_cache(dataset, prefix=""):
     num_bytes = int(ends[-1])
     check_memory(num_bytes, "--cache-images needs {}", ADVICE)
     pixels = shared_array((num_bytes,), np.uint8)
-    _fill(dataset, _views(pixels, shapes, ends), f"{prefix}Caching images ({in_words(num_bytes)})")
+    _fill(dataset, _views(pixels, shapes, ends), f"{prefix}Caching images ({describe_bytes(num_bytes)})")
     dataset.memory_cache = pixels
     pixels.flags.writeable = False
     dataset.imgs = _views(pixels, shapes, ends)

@@ -152,7 +152,7 @@ def loader_options(opt, first_epoch=0, device=None):
     if not any(asked.values()) and opt.seed is None:
         return {}
     if asked["worker_tensor"] and (opt.fast_step or opt.cuda_graph or opt.fast) and device and has_triton(device):
-        asked["finish_later"] = True
+        asked["defer_steps"] = True
     logger.info("loader: %s", loader_in_words(asked, opt))
     return asked | {"timeout": opt.loader_timeout, "seed": opt.seed, "first_epoch": first_epoch}
 
@@ -161,7 +161,7 @@ def loader_in_words(asked, opt):
     """What the loader flags chose, for the log."""
     if asked["worker_tensor"]:
         kind = "micro-batches assembled by the workers in shared memory (--worker-tensor)"
-        kind += ", its last steps on the GPU (--fast-step)" if asked.get("finish_later") else ""
+        kind += ", its last steps on the GPU (--fast-step)" if asked.get("defer_steps") else ""
     elif asked["persistent_workers"]:
         kind = "torch's, with workers that stay (--persistent-workers)"
     else:

@@ -32,10 +32,12 @@ def check_memory(num_bytes, what, advice):
     """Raise ValueError when `num_bytes` are more than is free; `what` says who needs {}, `advice` what to do."""
     available = available_memory()
     if available is not None and num_bytes > available:
-        raise ValueError(f"{what.format(in_words(num_bytes))}, and {in_words(available)} of memory are free; {advice}")
+        raise ValueError(
+            f"{what.format(describe_bytes(num_bytes))}, and {describe_bytes(available)} of memory are free; {advice}"
+        )
 
 
-def in_words(num_bytes):
+def describe_bytes(num_bytes):
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
 
 

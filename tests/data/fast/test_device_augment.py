@@ -12,15 +12,15 @@ import torch
 from tests import golden_data
 from utils.data.fast import deferred, device_augment
 from utils.data.fast import loader as fast_loader
-from utils.data.fast.device_augment import Later, Unfinished
-from utils.data.fast.recipe import RECIPE, TABLES
+from utils.data.fast.deferred import STEPS, TABLES, DeferredDataset
+from utils.data.fast.device_augment import DeferredBatch
 from utils.data.transforms import Colours
 from utils.datasets import LoadImagesAndLabels, create_dataloader
 
 AT_ONCE = LoadImagesAndLabels.__new__(LoadImagesAndLabels)  # its steps need no data
 
 
-def picture(height=32, width=64, seed=0):
+def image(height=32, width=64, seed=0):
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8)
 
 
@@ -36,21 +36,21 @@ CASES = [(Colours(1.01, 0.5, 1.3), (), False), (Colours(0.99, 1.7, 0.6), (0,), F
 
 
 def both_ways(shape=(32, 64)):
-    """Images [5 x 3 x h x w] finished at once, and the same as an Unfinished batch."""
-    wanted = [sample(AT_ONCE, picture(*shape, k), *case) for k, case in enumerate(CASES)]
-    later, recipes = Later(), np.full((len(CASES), RECIPE), 77, np.uint8)
+    """Images [5 x 3 x h x w] finished at once, and the same as a DeferredBatch."""
+    wanted = [sample(AT_ONCE, image(*shape, k), *case) for k, case in enumerate(CASES)]
+    later, steps = DeferredDataset(AT_ONCE), np.full((len(CASES), STEPS), 77, np.uint8)
     pixels = []
     for k, case in enumerate(CASES):
-        later.begin(recipes[k])
-        pixels.append(sample(later, picture(*shape, k), *case))
-    return torch.from_numpy(np.stack(wanted)), Unfinished(*map(torch.from_numpy, (np.stack(pixels), recipes)))
+        later.begin(steps[k])
+        pixels.append(sample(later, image(*shape, k), *case))
+    return torch.from_numpy(np.stack(wanted)), DeferredBatch(*map(torch.from_numpy, (np.stack(pixels), steps)))
 
 
-def test_a_batch_finished_later_on_the_host():
+def test_a_batch_augmented_later_on_the_host():
     wanted, batch = both_ways()
-    assert len(batch) == len(CASES) and batch.finished().equal(wanted)
+    assert len(batch) == len(CASES) and batch.augmented().equal(wanted)
     room = torch.empty_like(batch.pixels)
-    assert batch.finished(room).equal(wanted) and room[0, ..., 1].equal(wanted[0, 1])
+    assert batch.augmented(room).equal(wanted) and room[0, ..., 1].equal(wanted[0, 1])
 
 
 def test_at_once_by_hand():
@@ -62,9 +62,9 @@ def test_at_once_by_hand():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(32, 64), (320, 320), (7, 96)])
-def test_a_batch_finished_on_the_gpu(shape):
+def test_a_batch_augmented_on_the_gpu(shape):
     wanted, batch = both_ways(shape)
-    found = Unfinished(*(part.cuda() for part in batch)).finished()
+    found = DeferredBatch(*(part.cuda() for part in batch)).augmented()
     assert found.is_contiguous(memory_format=torch.channels_last) and found.cpu().equal(wanted)
 
 
@@ -72,44 +72,44 @@ def test_a_batch_finished_on_the_gpu(shape):
 def test_every_colour_on_the_gpu():
     blue, green, red = np.meshgrid(*[np.arange(256, dtype=np.uint8)] * 3, indexing="ij")
     img = np.stack((blue, green, red), -1).reshape(4096, 4096, 3)
-    later, recipe = Later(), np.zeros((1, RECIPE), np.uint8)
+    later, steps = DeferredDataset(AT_ONCE), np.zeros((1, STEPS), np.uint8)
     colours = Colours(1.013, 1.4, 0.7)
-    later.begin(recipe[0])
+    later.begin(steps[0])
     pixels = torch.from_numpy(sample(later, img, colours, (1,)))[None].cuda()
-    found = Unfinished(pixels, torch.from_numpy(recipe).cuda()).finished()[0].cpu().numpy()
+    found = DeferredBatch(pixels, torch.from_numpy(steps).cuda()).augmented()[0].cpu().numpy()
     assert np.array_equal(found, sample(AT_ONCE, img, colours, (1,)))
 
 
-@pytest.mark.parametrize("warp_later", [False, True])
-def test_a_gpu_that_does_not_agree_is_not_used(warp_later, monkeypatch, caplog):
+@pytest.mark.parametrize("with_affine", [False, True])
+def test_a_gpu_that_does_not_agree_is_not_used(with_affine, monkeypatch, caplog):
     monkeypatch.setattr(device_augment, "has_triton", lambda device: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the host in the role of the GPU
-    agrees, whole, calls = device_augment.gpu_agrees.__wrapped__, device_augment.Unfinished.finished, []
-    assert agrees(32, warp_later) and not caplog.text
+    agrees, whole, calls = device_augment.gpu_agrees.__wrapped__, device_augment.DeferredBatch.augmented, []
+    assert agrees(32, with_affine) and not caplog.text
 
     def wrong_at_first(batch, out=None):
         calls.append(batch)
         return whole(batch) + (len(calls) == 1)
 
-    monkeypatch.setattr(device_augment.Unfinished, "finished", wrong_at_first)
-    assert not agrees(32, warp_later)
+    monkeypatch.setattr(device_augment.DeferredBatch, "augmented", wrong_at_first)
+    assert not agrees(32, with_affine)
     assert "stay with the loader's workers; on this GPU, it makes other pixels than the host" in caplog.text
-    monkeypatch.setattr(device_augment.Unfinished, "finished", lambda batch: 1 // 0)
-    assert not agrees(32, warp_later)
+    monkeypatch.setattr(device_augment.DeferredBatch, "augmented", lambda batch: 1 // 0)
+    assert not agrees(32, with_affine)
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_the_made_up_batch_has_every_step():
-    batch = device_augment.made_up_batch(32, True)
-    assert batch.image_shape == (4, 32, 32, 3) and len(torch.unique(batch.finished())) > 200
-    steps = batch.recipes[:, TABLES:RECIPE].tolist()
+def test_the_synthetic_batch_has_every_step():
+    batch = device_augment.synthetic_batch(32, True)
+    assert batch.image_shape == (4, 32, 32, 3) and len(torch.unique(batch.augmented())) > 200
+    steps = batch.steps[:, TABLES:STEPS].tolist()
     assert steps == [[1, 0, 0, 0], [1, 1, 0, 1], [1, 0, 1, 1], [0, 1, 1, 1]]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("warp_later", [False, True])
-def test_this_gpu_agrees(warp_later):
-    assert device_augment.gpu_agrees(64, warp_later)
+@pytest.mark.parametrize("with_affine", [False, True])
+def test_this_gpu_agrees(with_affine):
+    assert device_augment.gpu_agrees(64, with_affine)
 
 
 def test_divisions_lead_to_opencvs_hsv():
@@ -161,31 +161,31 @@ def test_loader_that_finishes_later(probability, degrees, folder, monkeypatch):
                                       augment=True, workers=2, seed=3, **flags)  # fmt: skip
         for images, targets, paths, _ in loader:
             yield (
-                (images.finished() if isinstance(images, Unfinished) else images).clone(),
+                (images.augmented() if isinstance(images, DeferredBatch) else images).clone(),
                 targets,
                 paths,
                 type(images),
             )
 
-    wanted, found = list(batches()), list(batches(worker_tensor=True, finish_later=True))
-    assert {kind for *_, kind in found} == {Unfinished} and len(found) == 3
+    wanted, found = list(batches()), list(batches(worker_tensor=True, defer_steps=True))
+    assert {kind for *_, kind in found} == {DeferredBatch} and len(found) == 3
     for (images, targets, paths, _), (others, rows, names, _) in zip(wanted, found, strict=True):
         assert images.equal(others) and targets.equal(rows) and paths == names
 
 
-def test_validation_and_groups_are_finished_at_once(folder, monkeypatch):
+def test_validation_and_groups_are_augmented_at_once(folder, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     for options in ({"augment": False}, {"augment": True, "quad": True}, {"augment": True, "rect": True}):
         loader, _ = create_dataloader(str(folder / "all.txt"), 64, 4, 32, SimpleNamespace(single_cls=False),
                                       hyp=golden_data.ALL_AUGMENTATIONS, workers=2, worker_tensor=True,
-                                      finish_later=True, **options)  # fmt: skip
+                                      defer_steps=True, **options)  # fmt: skip
         assert isinstance(next(iter(loader))[0], torch.Tensor)
 
 
 def test_a_loader_whose_gpu_does_not_agree_begins_again(folder, monkeypatch):
     """Found out when the workers are at work already: of them and of their memory nothing stays."""
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
-    monkeypatch.setattr(fast_loader, "gpu_agrees", lambda size, warp_later: False)
+    monkeypatch.setattr(fast_loader, "gpu_agrees", lambda size, with_affine: False)
 
     def batches(**flags):
         """The batches, the workers' shared memory in bytes, and the next draw of torch's generator."""
@@ -200,7 +200,7 @@ def test_a_loader_whose_gpu_does_not_agree_begins_again(folder, monkeypatch):
 
     before = {process.pid for process in psutil.Process().children()}
     (wanted, *_), (host, *state), (found, *again) = (
-        batches(**flags) for flags in ({}, {"worker_tensor": True}, {"worker_tensor": True, "finish_later": True})
+        batches(**flags) for flags in ({}, {"worker_tensor": True}, {"worker_tensor": True, "defer_steps": True})
     )
     for (images, targets, paths), *others in zip(wanted, host, found, strict=True):
         for more_images, rows, names in others:
@@ -211,10 +211,10 @@ def test_a_loader_whose_gpu_does_not_agree_begins_again(folder, monkeypatch):
 @pytest.mark.parametrize("warps", [True, False])
 def test_colours_stay_on_a_gpu_that_only_warps_otherwise(warps, folder, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
-    monkeypatch.setattr(fast_loader, "gpu_agrees", lambda size, warp_later: warps or not warp_later)
-    monkeypatch.setattr(fast_loader, "way_of_warping", lambda size: deferred.FIXED)
+    monkeypatch.setattr(fast_loader, "gpu_agrees", lambda size, with_affine: warps or not with_affine)
+    monkeypatch.setattr(fast_loader, "rounding_mode", lambda size: deferred.FIXED)
     loader, _ = create_dataloader(str(folder / "all.txt"), 64, 5, 32, SimpleNamespace(single_cls=False),
                                   hyp=golden_data.ALL_AUGMENTATIONS, augment=True, workers=2, worker_tensor=True,
-                                  finish_later=True)  # fmt: skip
+                                  defer_steps=True)  # fmt: skip
     images, *_ = next(iter(loader))
-    assert isinstance(images, Unfinished) and (images.recipes.shape[1] > RECIPE) == warps
+    assert isinstance(images, DeferredBatch) and (images.steps.shape[1] > STEPS) == warps

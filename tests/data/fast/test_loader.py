@@ -12,7 +12,7 @@ import torch
 
 from tests.loader_cases import BATCH, HYP, OPT, assert_same, copied, make_loader, read, same
 from utils.data.fast import loader as fast_loader
-from utils.data.fast.shm_batches import Assembly, Ring, SlabLoader, choose_micro_batch, ring_length
+from utils.data.fast.shm_batches import BatchRing, BatchWriter, SharedMemoryLoader, choose_micro_batch, ring_length
 from utils.data.keyed_dataset import KeyedDataset
 from utils.data.worker_errors import LoaderError
 from utils.datasets import LoadImagesAndLabels, create_dataloader
@@ -46,18 +46,18 @@ def test_same_batches_for_eight_workers(folder):
         assert_same(read(folder, epochs=2, batch=9, workers=8, **flags), reference)
 
 
-def test_samples_are_written_into_their_slab(folder):
+def test_samples_are_written_into_their_slot(folder):
     """No copy between: the image of a sample already lies where the batch wants it."""
     _, dataset = make_loader(folder, workers=0)
-    source, ring = KeyedDataset(dataset, seed=7), Ring(2, BATCH * 3 * 64 * 64, BATCH)
+    source, ring = KeyedDataset(dataset, seed=7), BatchRing(2, BATCH * 3 * 64 * 64, BATCH)
     expected = [source[0, k][0].numpy() for k in range(BATCH)]
     ring.keys[1] = [(0, k) for k in range(BATCH)]
-    assembly = Assembly(source, ring)
-    assembly.enter()
-    assembly.current = 1, 2
+    writer = BatchWriter(source, ring)
+    writer.enter()
+    writer.current = 1, 2
     image = source[0, 4][0]
     assert image.data_ptr() == ring.place(1, 2, image.shape).ctypes.data
-    assembly((1, 0, BATCH), np.zeros(2, int))
+    writer((1, 0, BATCH), np.zeros(2, int))
     assert np.array_equal(ring.images(1, BATCH, (3, 64, 64)).numpy(), expected)
 
 
@@ -68,7 +68,7 @@ def test_same_batches_for_all_micro_batches(mode, micro_batch_size, folder):
     assert_same(read(folder, epochs=2, **options, **mode), read(folder, epochs=2, workers=0, **mode))
 
 
-def test_quad_of_few_pictures(folder):
+def test_quad_of_few_images(folder):
     for batch in (1, 3, 4, 11):
         reference = read(folder, epochs=1, workers=0, batch=batch, quad=True)
         assert_same(read(folder, epochs=1, batch=batch, quad=True, worker_tensor=True), reference)
@@ -110,19 +110,19 @@ def test_two_ranks_share_the_batches_of_one(mode, folder, tmp_path):
     finally:
         torch.distributed.destroy_process_group()
     source = LoadImagesAndLabels(str(folder / "all.txt"), 64, 3, augment=True, hyp=HYP, **mode)
-    settings = fast_loader.Settings(worker_tensor=True, seed=7)
-    second = fast_loader.build_loader(source, 3, 2, settings, rank=1, world_size=2, collate_fn=None)
+    options = fast_loader.LoaderOptions(worker_tensor=True, seed=7)
+    second = fast_loader.build_loader(source, 3, 2, options, rank=1, world_size=2, collate_fn=None)
     ranks.append([[copied(batch) for batch in second] for _ in range(2)])
     batch = 3 if mode else 6
     whole = read(folder, epochs=2, workers=0, batch=batch, **mode)
     for epoch in range(2):
-        pictures = {
+        images = {
             path: image for images, _, paths, _ in whole[epoch] for path, image in zip(paths, images, strict=True)
         }
         shared = [(path, image) for rank in ranks for images, _, paths, _ in rank[epoch]
                   for path, image in zip(paths, images, strict=True)]  # fmt: skip
-        assert sorted(path for path, _ in shared) == sorted(pictures)
-        assert all(np.array_equal(image, pictures[path]) for path, image in shared)
+        assert sorted(path for path, _ in shared) == sorted(images)
+        assert all(np.array_equal(image, images[path]) for path, image in shared)
     if not mode:
         batches = [sorted(a[2] + b[2]) for a, b in zip(*(rank[0] for rank in ranks), strict=True)]
         assert batches == [sorted(entry[2]) for entry in whole[0]]
@@ -155,27 +155,27 @@ def overwritten(loader, passes=2):
         for images, *_ in loader:
             before = images.clone()
             deadline = time.monotonic() + 5
-            while time.monotonic() < deadline and (loader.workers.doing[:, 0] >= 0).any():
+            while time.monotonic() < deadline and (loader.pool.doing[:, 0] >= 0).any():
                 time.sleep(0.01)
             time.sleep(0.1)
             changed |= not torch.equal(images, before)
     return changed
 
 
-class HastyLoader(SlabLoader):
-    """Wrong on purpose: gives a slab back before its batch is used, and keeps nothing in reserve."""
+class HastyLoader(SharedMemoryLoader):
+    """Wrong on purpose: gives a slot back before its batch is used, and keeps nothing in reserve."""
 
     def _next_batch(self):
-        self.ring.release = lambda slab, stream: None
-        batch, slab = super()._next_batch()
-        self.ring.free.appendleft(slab)
+        self.ring.release = lambda slot, stream: None
+        batch, slot = super()._next_batch()
+        self.ring.free.appendleft(slot)
         self._hand_out()
-        return batch, slab
+        return batch, slot
 
 
 def test_no_batch_is_overwritten_while_it_is_used(folder, monkeypatch):
     assert not overwritten(make_loader(folder, batch=3, worker_tensor=True)[0])
-    monkeypatch.setattr(fast_loader, "SlabLoader", HastyLoader)
+    monkeypatch.setattr(fast_loader, "SharedMemoryLoader", HastyLoader)
     assert overwritten(make_loader(folder, batch=3, worker_tensor=True)[0]), "this test would see it"
 
 
@@ -210,10 +210,10 @@ class Event:
         self.done = True
 
 
-def test_a_slab_waits_for_its_copy_to_the_device(monkeypatch):
+def test_a_slot_waits_for_its_copy_to_the_device(monkeypatch):
     events = []
     monkeypatch.setattr(torch.cuda, "Event", lambda: events.append(Event()) or events[-1])
-    ring = Ring(2, 16, 2)
+    ring = BatchRing(2, 16, 2)
     ring.is_locked = True
     first, second = ring.take(), ring.take()
     ring.release(first, "stream"), ring.release(second, "stream")
@@ -246,7 +246,7 @@ def test_pages_that_cannot_be_locked_only_cost_speed(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    ring = Ring(2, 16, 2)
+    ring = BatchRing(2, 16, 2)
     ring.lock_pages()
     ring.unlock_pages()
     assert not ring.is_locked and "could not be page-locked (no driver)" in caplog.text
@@ -258,7 +258,7 @@ def test_pages_are_locked_beside_the_workers(status, monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(cudart, "device", device))
-    ring = Ring(2, 16, 2)
+    ring = BatchRing(2, 16, 2)
     ring.lock_pages()
     assert ring.is_locked and not cudart.registered, "a copy of this moment has to be waited for"
     cudart.may.set()
@@ -273,7 +273,7 @@ def test_pages_are_locked_beside_the_workers(status, monkeypatch, caplog):
 @pytest.mark.parametrize("patient", [True, False])
 def test_copies_on_a_busy_gpu_are_those_of_the_reference(patient, folder, monkeypatch):
     if not patient:  # the same without waiting for the copies: this test would see it
-        monkeypatch.setattr(Ring, "release", lambda ring, slab, stream=None: ring.free.appendleft(slab))
+        monkeypatch.setattr(BatchRing, "release", lambda ring, slot, stream=None: ring.free.appendleft(slot))
     loader, _ = make_loader(folder, batch=3, worker_tensor=True)
     loader.ring.locking.join()
     assert next(iter(loader))[0].is_pinned()
@@ -294,7 +294,7 @@ def test_sizes():
     assert choose_micro_batch(384, 2) == 32
     assert ring_length(16, 2, 8, 64) == 6 and ring_length(2, 2, 8, 64) == 4
     with pytest.raises(ValueError, match="larger than those of its batch"):
-        Ring(1, 12, 1).place(0, 0, (3, 2, 3))
+        BatchRing(1, 12, 1).place(0, 0, (3, 2, 3))
 
 
 # what cannot be done

@@ -41,7 +41,7 @@ def no_orphans():
 
 
 def broken_loader(folder, monkeypatch, accident, **options):
-    """A loader for whose picture number 8 something happens."""
+    """A loader for whose image number 8 something happens."""
     sample = LoadImagesAndLabels.__getitem__
 
     def getitem(dataset, index):
@@ -59,7 +59,7 @@ def out_of_memory():
 
 
 def refuse():
-    raise ValueError("the picture changed its size")
+    raise ValueError("the image changed its size")
 
 
 def crash():
@@ -72,7 +72,7 @@ ACCIDENTS = {
     "crashed": (crash, "was killed by SIGSEGV while it worked on "),
     "left": (lambda: os._exit(3), "ended by itself with status 3 while it worked on "),
     "memory": (out_of_memory, "out of memory"),
-    "refused": (refuse, "the picture changed its size"),
+    "refused": (refuse, "the image changed its size"),
     "error": (lambda: 1 // 0, "ZeroDivisionError: integer"),
 }
 
@@ -97,7 +97,7 @@ def test_stuck_worker_is_given_up(folder, monkeypatch, no_orphans):
 
 def test_stopped_worker_is_given_up(folder, no_orphans):
     loader, _ = make_loader(folder, workers=1, worker_tensor=True, timeout=1)
-    os.kill(loader.workers.processes[0].pid, signal.SIGSTOP)
+    os.kill(loader.pool.processes[0].pid, signal.SIGSTOP)
     with pytest.raises(LoaderError, match="delivered nothing for 1 s"):
         for _ in range(10):
             list(loader)
@@ -106,7 +106,7 @@ def test_stopped_worker_is_given_up(folder, no_orphans):
 def test_idle_worker_that_is_killed_is_noticed(folder, no_orphans):
     loader, _ = make_loader(folder, worker_tensor=True)
     list(loader)
-    os.kill(loader.workers.processes[0].pid, signal.SIGKILL)
+    os.kill(loader.pool.processes[0].pid, signal.SIGKILL)
     with pytest.raises(LoaderError, match="was killed by SIGKILL"):
         for _ in range(10):
             list(loader)
@@ -117,7 +117,7 @@ def test_error_in_a_torch_worker(workers, folder, monkeypatch):
     sample = LoadImagesAndLabels.__getitem__
     monkeypatch.setattr(LoadImagesAndLabels, "__getitem__", lambda d, i: refuse() if i == 8 else sample(d, i))
     loader, dataset = make_loader(folder, workers, prefetch_factor=1)
-    with pytest.raises(LoaderError, match="the picture changed its size") as caught:
+    with pytest.raises(LoaderError, match="the image changed its size") as caught:
         list(loader)
     assert dataset.img_files[8] in str(caught.value) and "\n" not in str(caught.value)
 
@@ -178,7 +178,7 @@ from tests import golden_data
 from utils.datasets import create_dataloader
 loader, _ = create_dataloader(sys.argv[1], 64, 4, 32, SimpleNamespace(single_cls=False), augment=True,
                               hyp=golden_data.ALL_AUGMENTATIONS, workers=3, worker_tensor=True)
-print(*(process.pid for process in loader.workers.processes), flush=True)
+print(*(process.pid for process in loader.pool.processes), flush=True)
 while True:
     list(loader)
 """

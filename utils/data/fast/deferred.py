@@ -1,15 +1,19 @@
-"""The warp of a mosaic, made where its colours are: on the GPU, from the part of the mosaic that is seen.
+"""Samples whose last steps, affine, colours and flips, are deferred to the GPU, which makes them for a whole batch.
 
-It can wait if it only scales and shifts and the part seen has no more than ROOM times the pixels of the output, so that
-it has room where the output would be: all pictures that grow, and those that shrink a little. The bytes have to be
-those of OpenCV, and its versions have two ways of making them, which `way_of_warping` tells apart:
+The worker writes an image as it is, and its steps as bytes: lookup tables of hue, saturation and value [TABLES], four
+flags, each 0 or 1, at RECOLOURED, UPSIDE_DOWN, MIRRORED and AFFINE, and a grid from STEPS on, where affines may be
+deferred.
+
+An affine can be deferred if it only scales and shifts, and the visible part of the mosaic has no more than CAPACITY
+times the pixels of the output, so that there is room for it: all images that grow, and those that shrink a little. The
+bytes have to be those of OpenCV, whose versions round in two ways (`rounding_mode`):
 
     FIXED     OpenCV 4: positions have FRACTION bits behind the point, sums are whole numbers, halves are rounded up
     FLOATING  OpenCV 5: float32, each of the three interpolations with a single rounding, halves are rounded to even
 
-A grid tells what is read: int32 [width and height of the part; for every column and row of the output the first of the
-two pixels of the part that it lies between; for every column and row its distance from that pixel]. A distance counts
-in steps of 1 / 2**FRACTION, or is the bits of a float32.
+A grid is int32 [width and height of the visible part; for every column and row of the output the first of the two
+pixels of the part that it lies between; for every column and row its distance from that pixel]. A distance counts in
+steps of 1 / 2**FRACTION, or is the bits of a float32.
 """
 
 from functools import lru_cache
@@ -18,34 +22,88 @@ import cv2
 import numpy as np
 
 from utils.data.affine import GREY, Affine
+from utils.data.dataset import LoadImagesAndLabels
 
+TABLES = 3 * 256
+RECOLOURED, UPSIDE_DOWN, MIRRORED, AFFINE = range(TABLES, TABLES + 4)  # places of the flags
+STEPS = TABLES + 4  # bytes without a grid, which begins here
 FIXED, FLOATING = "fixed point", "floating point"
 FRACTION = 5  # bits of a distance
 PRECISION = 10  # bits behind the point of the sums that are rounded to positions
-ROOM = 2  # a place in a batch is for so many times the pixels of an output; copies to the GPU take so much longer
+CAPACITY = 2  # outputs that fit in the place of an image in a batch; copies to the GPU take so much longer
 HEADER = 2  # numbers of a grid in front of the positions
 OUTSIDE = GREY  # what lies beside the mosaic
 LEAST_GAIN = 0.5  # below it four times as many pixels are read as written
 
 
-class Unwarped:
-    """A picture [h x w x 3] that `warp` will make of `mosaic`."""
+def steps_bytes(size, with_affine):
+    """Bytes that the steps of an image of `size` x `size` pixels need."""
+    return STEPS + (4 * (HEADER + 4 * size) if with_affine else 0)
 
-    def __init__(self, mosaic, warp):
-        self.mosaic, self.warp = mosaic, warp
-        self.shape = warp.height, warp.width, 3
 
-    def whole(self, out=None):
-        """The picture [h x w x 3: BGR], in `out` if given."""
-        return self.warp.image(self.mosaic.painted(self.warp.source_area()), out)
+class DeferredDataset(LoadImagesAndLabels):
+    """`dataset`, the last steps of whose samples are written to `steps` [bytes]; `begin` sets it for each sample."""
+
+    def __init__(self, dataset):
+        vars(self).update(vars(dataset))  # the same lists and cache; nothing is read again
+        self.steps = None
+
+    def begin(self, steps):
+        """The next sample writes to `steps`; without room for a grid, affines are not deferred."""
+        self.steps = steps
+        steps[TABLES:STEPS] = 0
+
+    def warped(self, mosaic, affine):
+        """A DeferredAffine."""
+        return DeferredAffine(mosaic, affine)
+
+    def recolour(self, img, colours, now):
+        """`img`; its colours are changed only if objects are pasted in next, which have colours of their own."""
+        if now:
+            return super().recolour(np.asarray(img), colours, now)
+        self.steps[:TABLES] = colours.tables().ravel()
+        self.steps[RECOLOURED] = 1
+        return img
+
+    def flip(self, img, axis):
+        self.steps[MIRRORED if axis else UPSIDE_DOWN] = 1
+        return img
+
+    def pixels(self, img):
+        """The image [h x w x 3: BGR] itself, or the visible part of a mosaic.
+
+        Where affines may be deferred, it is the upper part of [CAPACITY * h x w x 3].
+        """
+        height, width, _ = img.shape
+        has_grid = len(self.steps) > STEPS
+        place = self.new_image((CAPACITY * height if has_grid else height, width, 3), np.uint8)
+        if not isinstance(img, DeferredAffine):
+            place[:height] = img
+        elif has_grid and img.write(place, self.steps[STEPS:].view(np.int32)):
+            self.steps[AFFINE] = 1
+        else:
+            img.image(out=place[:height])
+        return place
+
+
+class DeferredAffine:
+    """The image [h x w x 3] that `affine` will make of `mosaic`; NumPy takes it for that image."""
+
+    def __init__(self, mosaic, affine):
+        self.mosaic, self.affine = mosaic, affine
+        self.shape = affine.height, affine.width, 3
+
+    def image(self, out=None):
+        """The image [h x w x 3: BGR], in `out` if given."""
+        return self.affine.image(self.mosaic.painted(self.affine.source_area()), out)
 
     def __array__(self, dtype=None, copy=None):
-        return self.whole()
+        return self.image()
 
-    def write(self, place, grid, way=None):
-        """Paint the part that is seen into `place` [any x w x 3] and describe it in `grid`; False if it cannot wait."""
-        way = way or way_of_warping(self.warp.width)
-        found = way and seen_part(self.warp, *self.mosaic.shape[:2], place.size // 3, way)
+    def write(self, place, grid, mode=None):
+        """Paint the visible part into `place` [any x w x 3], with a `grid`; False if it cannot be deferred."""
+        mode = mode or rounding_mode(self.affine.width)
+        found = mode and visible_part(self.affine, *self.mosaic.shape[:2], place.size // 3, mode)
         if not found:
             return False
         (x1, y1, x2, y2), (columns, from_columns), (rows, from_rows) = found
@@ -57,28 +115,18 @@ class Unwarped:
         return True
 
 
-def whole(img):
-    """`img` as pixels [h x w x 3], whether it is warped already or not."""
-    return img.whole() if isinstance(img, Unwarped) else img
+def visible_part(affine, height, width, capacity, mode):
+    """What `affine` reads of a `height` x `width` source: (x1, y1, x2, y2), and columns and rows as a grid has them.
 
-
-def grid_bytes(size):
-    """Bytes of the grid for an output of `size` x `size` pixels."""
-    return 4 * (HEADER + 4 * size)
-
-
-def seen_part(warp, height, width, room, way):
-    """What `warp` reads of a `height` x `width` source: box (x1, y1, x2, y2), and columns and rows as a grid has them.
-
-    None if it does not only scale and shift, sees nothing, or sees more than `room` pixels.
+    None if it does not only scale and shift, reads nothing, or reads more than `capacity` pixels.
     """
-    if not warp.is_axis_aligned or min(warp.matrix[0, 0], warp.matrix[1, 1]) < LEAST_GAIN:
+    if not affine.is_axis_aligned or min(affine.matrix[0, 0], affine.matrix[1, 1]) < LEAST_GAIN:
         return None
-    positions = _fixed_positions if way == FIXED else _floating_positions
-    columns, rows = positions(cv2.invertAffineTransform(warp.matrix[:2]), warp.width, warp.height)
+    positions = _fixed_positions if mode == FIXED else _floating_positions
+    columns, rows = positions(cv2.invertAffineTransform(affine.matrix[:2]), affine.width, affine.height)
     x1, x2 = max(int(columns[0][0]), 0), min(int(columns[0][-1]) + 2, width)
     y1, y2 = max(int(rows[0][0]), 0), min(int(rows[0][-1]) + 2, height)
-    if x1 >= x2 or y1 >= y2 or (x2 - x1) * (y2 - y1) > room:
+    if x1 >= x2 or y1 >= y2 or (x2 - x1) * (y2 - y1) > capacity:
         return None
     return (x1, y1, x2, y2), columns, rows
 
@@ -101,21 +149,21 @@ def _floating_positions(inverse, width, height):
     return [(first.astype(np.int32), numbers - first) for numbers, first in firsts]
 
 
-def warp_with_grid(picture, grid, way):
-    """The output [h x w x 3] of the part of a mosaic that lies in `picture` [ROOM * h x w x 3], on the host."""
-    height, width = picture.shape[0] // ROOM, picture.shape[1]
+def warp_with_grid(part, grid, mode):
+    """The output [h x w x 3] of the visible part of a mosaic in `part` [CAPACITY * h x w x 3], on the host."""
+    height, width = part.shape[0] // CAPACITY, part.shape[1]
     part_width, part_height = grid[:HEADER].tolist()
     columns, rows, from_columns, from_rows = np.split(grid[HEADER:], np.cumsum([width, height, width]))
-    framed = np.full((part_height + 2, part_width + 2, 3), OUTSIDE, np.int32 if way == FIXED else np.float32)
-    framed[1:-1, 1:-1] = picture.reshape(-1)[: 3 * part_height * part_width].reshape(part_height, part_width, 3)
-    if way == FIXED:
-        mix, finish = _fixed_mix, lambda mixed: (mixed + (1 << 2 * FRACTION - 1)) >> 2 * FRACTION
+    framed = np.full((part_height + 2, part_width + 2, 3), OUTSIDE, np.int32 if mode == FIXED else np.float32)
+    framed[1:-1, 1:-1] = part.reshape(-1)[: 3 * part_height * part_width].reshape(part_height, part_width, 3)
+    if mode == FIXED:
+        mix, to_integers = _fixed_mix, lambda mixed: (mixed + (1 << 2 * FRACTION - 1)) >> 2 * FRACTION
     else:
-        mix, finish = _floating_mix, np.rint
+        mix, to_integers = _floating_mix, np.rint
         from_columns, from_rows = from_columns.view(np.float32), from_rows.view(np.float32)
     mixed = mix(*_neighbours(framed.swapaxes(0, 1), columns), from_columns[:, None, None]).swapaxes(0, 1)
     mixed = mix(*_neighbours(mixed, rows), from_rows[:, None, None])
-    return finish(mixed).astype(np.uint8, order="C")
+    return to_integers(mixed).astype(np.uint8, order="C")
 
 
 def _neighbours(lines, first):
@@ -132,30 +180,28 @@ def _floating_mix(one, other, distance):
 
 
 @lru_cache(maxsize=4)
-def way_of_warping(width):
-    """How OpenCV makes outputs of `width` pixels: FIXED, FLOATING, or None of them; a few rows of some are compared."""
+def rounding_mode(width):
+    """How OpenCV warps to outputs of `width` pixels: FIXED, FLOATING, or None of them; a few rows are compared."""
     rows = 32
-    place, grid = np.empty((ROOM * rows, width, 3), np.uint8), np.empty(HEADER + 2 * (width + rows), np.int32)
-    for way in (FIXED, FLOATING):
+    place, grid = np.empty((CAPACITY * rows, width, 3), np.uint8), np.empty(HEADER + 2 * (width + rows), np.int32)
+    for mode in (FIXED, FLOATING):
         rng = np.random.default_rng(0)
-        warps = [made_up_warp(rng, width, rows, gain) for gain in (0.8, 0.93, 1.02, 1.27, 1.93)]
-        if all(
-            w.write(place, grid, way) and np.array_equal(warp_with_grid(place, grid, way), w.whole()) for w in warps
-        ):
-            return way
+        affines = [synthetic_affine(rng, width, rows, gain) for gain in (0.8, 0.93, 1.02, 1.27, 1.93)]
+        if all(a.write(place, grid, mode) and np.array_equal(warp_with_grid(place, grid, mode), a) for a in affines):
+            return mode
     return None
 
 
-def made_up_warp(rng, width, rows, gain):
-    """An Unwarped picture [rows x width x 3] of noise, enlarged by `gain`."""
-    canvas = rng.integers(0, 256, (3 * rows, 2 * width, 3)).astype(np.uint8)
+def synthetic_affine(rng, width, rows, gain):
+    """A DeferredAffine [rows x width x 3] of noise, enlarged by `gain`."""
+    noise = rng.integers(0, 256, (3 * rows, 2 * width, 3)).astype(np.uint8)
     shift = rng.uniform(0.3, 0.7) * width - gain * width, rng.uniform(-20, 5)
     matrix = np.array([[gain, 0, shift[0]], [0, gain, shift[1]], [0, 0, 1]])
-    return Unwarped(Canvas(canvas), Affine(matrix, gain, width, rows, False))
+    return DeferredAffine(SyntheticMosaic(noise), Affine(matrix, gain, width, rows, False))
 
 
-class Canvas:
-    """A picture [h x w x 3] in the role of a mosaic."""
+class SyntheticMosaic:
+    """An image [h x w x 3] in the role of a mosaic."""
 
     def __init__(self, img):
         self.img, self.shape = img, img.shape

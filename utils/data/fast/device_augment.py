@@ -1,11 +1,7 @@
-"""The last steps of a training sample: warp, colours, flips, and pixels into the order that a network reads.
+"""The deferred steps of a whole batch (deferred.py): on the GPU where the images are wanted, or on the host.
 
-The data set makes them in the worker that made the sample, as stock YOLOv7 does it. `Later` leaves them to the GPU, for
-a whole batch: the worker writes the picture as it is and a recipe of what is left to do.
-
-Both give the same bytes, for rows of a length that `agrees_with_table`. The way to HSV is integer arithmetic; the way
-back is looked up in a table that OpenCV itself has filled. The picture of a sample that gets objects pasted in needs
-its colours before that, so it has them at once; when the warp can wait is said in deferred.py.
+Both give the bytes that the data set itself would make in the worker, for rows of a length that `agrees_with_table`.
+The way to HSV is integer arithmetic; the way back is looked up in a table that OpenCV itself has filled.
 """
 
 import logging
@@ -17,8 +13,19 @@ import cv2
 import numpy as np
 import torch
 
-from utils.data.fast.deferred import ROOM, Unwarped, made_up_warp, warp_with_grid, way_of_warping, whole
-from utils.data.fast.recipe import MIRRORED, RECIPE, RECOLOURED, TABLES, UNWARPED, UPSIDE_DOWN, recipe_bytes
+from utils.data.fast.deferred import (
+    AFFINE,
+    CAPACITY,
+    MIRRORED,
+    RECOLOURED,
+    STEPS,
+    TABLES,
+    UPSIDE_DOWN,
+    rounding_mode,
+    steps_bytes,
+    synthetic_affine,
+    warp_with_grid,
+)
 from utils.data.pixel_ops import apply_tables
 
 logger = logging.getLogger(__name__)
@@ -26,61 +33,14 @@ logger = logging.getLogger(__name__)
 HUES = 180
 
 
-class Later:
-    """Writes the steps down in `recipe` [bytes], which has to be set for each sample.
+class DeferredBatch(NamedTuple):
+    """Images with deferred steps: pixels uint8 [b x rows x w x 3: BGR], steps uint8 [b x bytes].
 
-    Where it has no more than RECIPE bytes, the worker warps.
-    """
-
-    recipe = None
-    new_image = staticmethod(np.empty)
-
-    def begin(self, recipe):
-        self.recipe = recipe
-        recipe[TABLES:RECIPE] = 0
-
-    def warped(self, mosaic, warp):
-        """An Unwarped."""
-        return Unwarped(mosaic, warp)
-
-    def recolour(self, img, colours, now):
-        if now:
-            img = whole(img)
-            colours.apply(img)
-        else:
-            self.recipe[:TABLES] = colours.tables().ravel()
-            self.recipe[RECOLOURED] = 1
-        return img
-
-    def flip(self, img, axis):
-        self.recipe[MIRRORED if axis else UPSIDE_DOWN] = 1
-        return img
-
-    def pixels(self, img):
-        """The picture [h x w x 3: BGR] itself, or the part of a mosaic that the GPU has to warp.
-
-        Where there is a choice, the picture is the upper part of [ROOM * h x w x 3].
-        """
-        height, width, _ = img.shape
-        may_wait = len(self.recipe) > RECIPE
-        place = self.new_image((ROOM * height if may_wait else height, width, 3), np.uint8)
-        if not isinstance(img, Unwarped):
-            place[:height] = img
-        elif may_wait and img.write(place, self.recipe[RECIPE:].view(np.int32)):
-            self.recipe[UNWARPED] = 1
-        else:
-            img.whole(out=place[:height])
-        return place
-
-
-class Unfinished(NamedTuple):
-    """A batch of pictures with what is left to do: pixels uint8 [b x rows x w x 3: BGR], recipes uint8 [b x bytes].
-
-    There are h rows, or ROOM times as many where recipes tell of warps.
+    There are h rows, or CAPACITY times as many where affines may be deferred.
     """
 
     pixels: torch.Tensor
-    recipes: torch.Tensor
+    steps: torch.Tensor
 
     def __len__(self):
         return len(self.pixels)
@@ -89,34 +49,34 @@ class Unfinished(NamedTuple):
     def image_shape(self):
         """(b, h, w, 3)."""
         batch, rows, width, channels = self.pixels.shape
-        return batch, rows // ROOM if self.recipes.shape[1] > RECIPE else rows, width, channels
+        return batch, rows // CAPACITY if self.steps.shape[1] > STEPS else rows, width, channels
 
-    def finished(self, out=None):
+    def augmented(self, out=None):
         """The images [b x 3 x h x w: RGB] in channels-last order, on the device where the pixels are.
 
         `out` [b x h x w x 3] takes their bytes. On a GPU the work is queued on the current stream.
         """
         out = self.pixels.new_empty(self.image_shape) if out is None else out
         if self.pixels.is_cuda:
-            from utils.data.fast.device_augment_triton import finish
+            from utils.data.fast.device_augment_triton import augment
 
             tables = conversion_tables(self.pixels.device)
-            finish(self.pixels, self.recipes, tables, way_of_warping(out.shape[2]), out)
+            augment(self.pixels, self.steps, tables, rounding_mode(out.shape[2]), out)
         else:
-            for picture, recipe, place in zip(self.pixels.numpy(), self.recipes.numpy(), out.numpy(), strict=True):
-                _finish(picture, recipe, place)
+            for image, steps, place in zip(self.pixels.numpy(), self.steps.numpy(), out.numpy(), strict=True):
+                _augment(image, steps, place)
         return out.permute(0, 3, 1, 2)
 
 
-def _finish(picture, recipe, place):
-    """One picture, on the host."""
-    if recipe[UNWARPED]:
-        img = warp_with_grid(picture, recipe[RECIPE:].view(np.int32), way_of_warping(picture.shape[1]))
+def _augment(image, steps, place):
+    """One image, on the host."""
+    if steps[AFFINE]:
+        img = warp_with_grid(image, steps[STEPS:].view(np.int32), rounding_mode(image.shape[1]))
     else:
-        img = picture[: len(place)].copy()
-    if recipe[RECOLOURED]:
-        apply_tables(img, recipe[:TABLES].reshape(3, 256))
-    for is_wanted, axis in ((recipe[UPSIDE_DOWN], 0), (recipe[MIRRORED], 1)):
+        img = image[: len(place)].copy()
+    if steps[RECOLOURED]:
+        apply_tables(img, steps[:TABLES].reshape(3, 256))
+    for is_wanted, axis in ((steps[UPSIDE_DOWN], 0), (steps[MIRRORED], 1)):
         if is_wanted:
             img = cv2.flip(img, axis)
     cv2.cvtColor(img, cv2.COLOR_BGR2RGB, dst=place)
@@ -140,37 +100,37 @@ def agrees_with_table(width):
 
 
 @lru_cache(maxsize=8)
-def gpu_agrees(size, warp_later):
-    """Whether the GPU, if there is one, finishes made-up pictures of `size` x `size` pixels as the host does."""
+def gpu_agrees(size, with_affine):
+    """Whether the GPU, if there is one, augments synthetic images of `size` x `size` pixels as the host does."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not has_triton(device):
         return True
-    host = made_up_batch(size, warp_later)
+    host = synthetic_batch(size, with_affine)
     try:
-        there = Unfinished(*(part.to(device) for part in host)).finished()
-        if torch.equal(there.cpu(), host.finished()):
+        on_gpu = DeferredBatch(*(part.to(device) for part in host)).augmented()
+        if torch.equal(on_gpu.cpu(), host.augmented()):
             return True
         reason = "it makes other pixels than the host"
     except Exception as error:  # whatever a compiler or driver has to say: the host can do it
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-    steps = "warp, colours and flips" if warp_later else "colours and flips"
+    steps = "warp, colours and flips" if with_affine else "colours and flips"
     logger.warning("%s of a batch stay with the loader's workers; on this GPU, %s", steps, reason)
     return False
 
 
-def made_up_batch(size, warp_later):
-    """Unfinished noise: four pictures with every step that may be left."""
+def synthetic_batch(size, with_affine):
+    """A DeferredBatch of noise: four images with every step that may be deferred."""
     rng, count = np.random.default_rng(0), 4
-    pixels = rng.integers(0, 256, (count, ROOM * size if warp_later else size, size, 3)).astype(np.uint8)
-    recipes = np.zeros((count, recipe_bytes(size, warp_later)), np.uint8)
-    for number, (picture, recipe) in enumerate(zip(pixels, recipes, strict=True)):
-        recipe[:TABLES] = rng.integers(0, 256, TABLES)
-        recipe[:256] %= HUES
-        recipe[[RECOLOURED, UPSIDE_DOWN, MIRRORED]] = number < 3, number & 1, number >> 1
-        if warp_later and number:
-            made_up = made_up_warp(rng, size, size, (0.9, 1.1, 1.7)[number - 1])
-            recipe[UNWARPED] = made_up.write(picture, recipe[RECIPE:].view(np.int32))
-    return Unfinished(torch.from_numpy(pixels), torch.from_numpy(recipes))
+    pixels = rng.integers(0, 256, (count, CAPACITY * size if with_affine else size, size, 3)).astype(np.uint8)
+    steps = np.zeros((count, steps_bytes(size, with_affine)), np.uint8)
+    for number, (image, row) in enumerate(zip(pixels, steps, strict=True)):
+        row[:TABLES] = rng.integers(0, 256, TABLES)
+        row[:256] %= HUES
+        row[[RECOLOURED, UPSIDE_DOWN, MIRRORED]] = number < 3, number & 1, number >> 1
+        if with_affine and number:
+            affine = synthetic_affine(rng, size, size, (0.9, 1.1, 1.7)[number - 1])
+            row[AFFINE] = affine.write(image, row[STEPS:].view(np.int32))
+    return DeferredBatch(torch.from_numpy(pixels), torch.from_numpy(steps))
 
 
 class ConversionTables(NamedTuple):

@@ -85,11 +85,10 @@ class WorkerPool:
         while self.waiting:
             try:
                 self.tasks.send(self.waiting[0])
-            except BlockingIOError:
-                # To wait here would be a deadlock: the workers read on only after somebody has taken their answers.
+            except OSError:
+                # The pipe is full, and to wait would be a deadlock: the workers read on only after somebody has taken
+                # their answers. Or every worker is gone, which `answers` will see.
                 return
-            except OSError:  # every worker is gone, so nobody reads
-                self._look_for_the_dead()
             self.waiting.popleft()
 
     def answers(self):
@@ -124,12 +123,6 @@ class WorkerPool:
                 self._fail(about(self.job.describe(*error[2]), error[0]))
             found.append((task, result))
         return found
-
-    def _look_for_the_dead(self):
-        for number, process in enumerate(self.processes):
-            if not process.is_alive():
-                self._report_death(number)
-        self._fail("the loader's workers do not listen any more")
 
     def _report_death(self, number):
         process, doing = self.processes[number], self.doing[number].tolist()
