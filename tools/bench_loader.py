@@ -11,7 +11,7 @@ results.png.
     gap           milliseconds that the first batch of a later epoch takes; compare it with `batch`, any other batch
     main, workers share of a core that the main process (with its threads) and each worker use
     worker ms/img CPU time of all workers for an image
-    memory        proportional set size of main process and workers together, pictures in RAM included
+    memory        proportional set size of main process and workers together, images in RAM included
 """
 
 import argparse
@@ -194,7 +194,7 @@ def parse():
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--hyp", default="data/hyp.scratch.tiny.yaml")
-    parser.add_argument("--cache", action="store_true", help="pictures in RAM")
+    parser.add_argument("--cache", action="store_true", help="images in RAM")
     parser.add_argument("--epochs", type=int, default=3, help="measured epochs of each run")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--loaders", nargs="+", choices=[name.removeprefix("--") for name in LOADERS])

@@ -5,6 +5,8 @@ first sample, the order of an epoch from (seed, epoch). So the batches are the s
 without the faster loaders, and after a restart; several ranks share the batches of one.
 """
 
+from contextlib import nullcontext
+
 import numpy as np
 import torch
 from torch.utils.data import Dataset
@@ -33,15 +35,12 @@ class KeyedDataset(Dataset):
     def _drawn(self, numbers, function, argument):
         if self.seed is None:
             return function(argument)
-        if self.in_worker:  # nothing else draws there
-            seed_generators(self.seed, *numbers)
-            return function(argument)
-        with generators_kept():
+        with nullcontext() if self.in_worker else generators_kept():  # nothing else draws in a worker
             seed_generators(self.seed, *numbers)
             return function(argument)
 
     def path(self, key):
-        """The file of the picture that `key` means."""
+        """The file of the image that `key` means."""
         return self.dataset.img_files[self.dataset.indices[key[1]]]
 
     def share_indices(self):

@@ -2,8 +2,12 @@
 
 import itertools
 import os
+import pickle
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +21,8 @@ from utils.data.keyed_dataset import KeyedDataset
 from utils.data.worker_errors import LoaderError
 from utils.datasets import LoadImagesAndLabels, create_dataloader
 from utils.system import memory
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -74,14 +80,19 @@ def test_quad_of_few_images(folder):
         assert_same(read(folder, epochs=1, batch=batch, quad=True, worker_tensor=True), reference)
 
 
+def draw(epoch, dataset):
+    """Weighted indices of an epoch."""
+    dataset.indices = [(epoch + k * k) % 12 for k in range(12)]
+
+
+WEIGHTED = {"image_weights": True, "before_epoch": draw}
+
+
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
 def test_weighted_indices_reach_the_workers(flags, folder):
-    def draw(epoch, dataset):
-        dataset.indices = [(epoch + k * k) % 12 for k in range(12)]
-
-    reference = read(folder, workers=0, image_weights=True, before_epoch=draw)
+    reference = read(folder, workers=0, **WEIGHTED)
     assert len({paths for *_, paths, _ in itertools.chain(*reference)}) > 3
-    assert_same(read(folder, image_weights=True, before_epoch=draw, **flags), reference)
+    assert_same(read(folder, **WEIGHTED, **flags), reference)
 
 
 def test_passes_that_are_left_early(folder):
@@ -94,6 +105,40 @@ def test_passes_that_are_left_early(folder):
     loader, _ = make_loader(folder, worker_tensor=True, persistent_workers=True, image_weights=True)
     next(iter(loader))
     assert same([copied(batch) for batch in loader], reference[1])
+
+
+START_METHOD = """
+import multiprocessing, os, pickle, sys
+from pathlib import Path
+from tests.data.fast.test_loader import FLAGS, WEIGHTED
+from tests.loader_cases import read
+from utils.data.fast import loader
+if __name__ == "__main__":
+    os.cpu_count = lambda: 16
+    method, folder = sys.argv[1:]
+    multiprocessing.set_start_method(method.split()[0])
+    modes = [{}, WEIGHTED]
+    if "only" in method:
+        loader.can_fork = lambda: False
+        FLAGS, modes = FLAGS[-1:], modes[:1]  # to start a process takes seconds here
+    found = [[read(Path(folder), epochs=2, workers=1, **mode, **flags) for flags in FLAGS] for mode in modes]
+    sys.stdout.buffer.write(pickle.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "spawn only"])
+def test_same_batches_whatever_starts_processes_by_default(method, folder, tmp_path):
+    """Loaders with flags fork wherever that is possible; where it is not ("only"), one sentence says what is used."""
+    program = tmp_path / "program.py"
+    program.write_text(START_METHOD)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, program, method, folder], cwd=ROOT, env=environment, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    for mode, variants in zip(({}, WEIGHTED), pickle.loads(done.stdout), strict=False):
+        reference = read(folder, epochs=2, workers=0, **mode)
+        for batches in variants:
+            assert_same(batches, reference)
+    assert (b"this system cannot fork; the reference loader is used" in done.stderr) == ("only" in method)
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)

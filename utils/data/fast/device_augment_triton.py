@@ -4,17 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from utils.data.fast.deferred import (
-    AFFINE,
-    FLOATING,
-    FRACTION,
-    HEADER,
-    MIRRORED,
-    OUTSIDE,
-    RECOLOURED,
-    STEPS,
-    UPSIDE_DOWN,
-)
+from utils.data.fast import deferred
 
 BLOCK = 1024  # pixels that a program makes
 
@@ -108,9 +98,10 @@ def augment(pixels, steps, tables, mode, images):
     `mode` is how to round, as `deferred.rounding_mode` tells.
     """
     batch, height, width, _ = images.shape
-    is_floating, grids = mode == FLOATING, steps.view(torch.int32)
+    is_floating, grids = mode == deferred.FLOATING, steps.view(torch.int32)
     _kernel[triton.cdiv(height * width, BLOCK), batch](
         pixels, pixels.shape[1], steps, grids, grids.view(torch.float32) if is_floating else grids, steps.shape[1],
-        tables.divisions, tables.colours, images, height, width, is_floating,
-        STEPS, RECOLOURED, UPSIDE_DOWN, MIRRORED, AFFINE, HEADER, FRACTION, OUTSIDE, BLOCK, num_warps=4,
+        tables.divisions, tables.colours, images, height, width, is_floating, deferred.STEPS, deferred.RECOLOURED,
+        deferred.UPSIDE_DOWN, deferred.MIRRORED, deferred.AFFINE, deferred.HEADER, deferred.FRACTION, deferred.OUTSIDE,
+        BLOCK, num_warps=4,
     )  # fmt: skip

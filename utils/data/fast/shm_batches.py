@@ -120,6 +120,7 @@ class BatchWriter:
 
     def __init__(self, source, ring, collate_group=None):
         self.source, self.ring, self.collate_group = source, ring, collate_group
+        self.group_size = 4 if collate_group else 1
         self.current = -1, -1  # slot and position of the sample that is being made
 
     def enter(self):
@@ -137,35 +138,27 @@ class BatchWriter:
     def __call__(self, task, doing):
         """Answer to (slot, start, stop): targets [n x 6], image shape, paths and shapes of the samples."""
         slot, start, stop = task
-        if self.collate_group:
-            return self._write_groups(slot, start, stop, doing)
         targets, paths, shapes = [], [], []
-        for position in range(start, stop):
-            doing[:] = self.current = slot, position  # before the sample begins, for it may be the end of this worker
-            if self.ring.num_step_bytes:
-                self.source.dataset.begin(self.ring.steps(slot)[position])
-            image, rows, path, shape = self.source[self._key(slot, position)]
-            rows[:, 0] = position
-            place = self.ring.place(slot, position, image.shape)
-            if image.data_ptr() != place.ctypes.data:  # of a data set with memory of its own
-                place[:] = image
-            targets.append(rows.numpy()), paths.append(path), shapes.append(shape)
-        return np.concatenate(targets), tuple(image.shape), paths, shapes
-
-    def _write_groups(self, slot, start, stop, doing):
-        targets, paths, shapes = [], [], []
-        for first in range(start, stop, 4):
+        for number in range(start // self.group_size, -(-stop // self.group_size)):
+            first = number * self.group_size
             samples = []
-            for position in range(first, min(first + 4, stop)):
-                doing[:] = slot, position
+            for position in range(first, min(first + self.group_size, stop)):
+                doing[:] = self.current = slot, position  # before it begins, for it may be the end of this worker
+                if self.ring.num_step_bytes:
+                    self.source.dataset.begin(self.ring.steps(slot)[position])
                 samples.append(self.source[self._key(slot, position)])
-            images, rows, _, _ = self.source.collate_group(self.collate_group, self._key(slot, first), samples)
-            rows[:, 0] = first // 4
-            self.ring.place(slot, first // 4, images[0].shape)[:] = images[0]
+            image, rows, _, _ = samples[0]
+            if self.collate_group:
+                images, rows, _, _ = self.source.collate_group(self.collate_group, self._key(slot, first), samples)
+                image = images[0]
+            rows[:, 0] = number
+            place = self.ring.place(slot, number, image.shape)
+            if image.data_ptr() != place.ctypes.data:  # a group, or of a data set with memory of its own
+                place[:] = image
             targets.append(rows.numpy())
-            paths += [sample[2] for sample in samples]
-            shapes += [sample[3] for sample in samples]
-        return np.concatenate(targets), tuple(images[0].shape), paths, shapes
+            paths += [path for _, _, path, _ in samples]
+            shapes += [shape for _, _, _, shape in samples]
+        return np.concatenate(targets), tuple(image.shape), paths, shapes
 
     def describe(self, slot, position):
         """The file of a sample, for messages."""
@@ -200,9 +193,9 @@ class SharedMemoryLoader:
                  num_step_bytes: int = 0):  # fmt: skip
         self.dataset, self.source, self.batches, self.sampler = source.dataset, source, batches, batches.sampler
         self.batch_size, self.num_workers, self.timeout = batch_size, workers, timeout
-        self.group_size = 4 if collate_group else 1
-        self.micro_batch = -(-micro_batch // self.group_size) * self.group_size
         self.endless, self.persistent, self.copy_stream = endless, persistent or endless, None
+        self.group_size = 4 if collate_group else 1
+        self.micro_batch = -(-micro_batch // self.group_size) * self.group_size  # a group is the work of one worker
         count = ring_length(workers, prefetch, self.micro_batch, batch_size)
         self.ring = BatchRing(count, batch_bytes, batch_size, num_step_bytes)
         self.writer = BatchWriter(source, self.ring, collate_group)
