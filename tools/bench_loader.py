@@ -216,8 +216,8 @@ def main():
             for name in results:
                 results[name].append(in_process(dataset, options, LOADERS[name]))
                 print(f"{repeat + 1}/{options.repeats} {name}: {results[name][-1]['rate']:,.0f} img/s", flush=True)
-    pictures = f"{len(dataset)} images {'cached' if options.cache else 'from files'}"
-    title = f"{options.img} px, batch {options.batch}, {options.workers} workers, {Path(options.hyp).name}, {pictures}"
+    images = f"{len(dataset)} images {'cached' if options.cache else 'from files'}"
+    title = f"{options.img} px, batch {options.batch}, {options.workers} workers, {Path(options.hyp).name}, {images}"
     title += f", {os.cpu_count()} cores"
     print(f"\n{title}; medians of {options.repeats} runs in turns (lowest-highest), {options.epochs} epochs each\n")
     print(table(results))
