@@ -54,7 +54,7 @@ def build_loader(dataset: LoadImagesAndLabels, batch_size: int, workers: int, op
         len(dataset), source.seed, shuffle=not dataset.rect, rank=rank, world_size=world_size,
         first_epoch=options.first_epoch, blocks=dataset.batch if dataset.rect else None,
     )  # fmt: skip
-    batches = BatchSampler(sampler, batch_size, drop_last=False)
+    batches: BatchSampler | ShortEpochs = BatchSampler(sampler, batch_size, drop_last=False)
     if options.max_batches:
         batches = ShortEpochs(batches, options.max_batches, options.first_epoch)
     options = possible_options(options, workers, warn=dataset.augment)

@@ -21,13 +21,13 @@ from threading import Thread
 
 import numpy as np
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import BatchSampler
 
 from utils.data.fast.deferred import DeferredDataset
 from utils.data.fast.device_augment import DeferredBatch
 from utils.data.fast.worker_pool import WorkerPool
 from utils.data.keyed_dataset import KeyedDataset
-from utils.data.sampler import EndlessBatches
+from utils.data.sampler import EndlessBatches, ShortEpochs
 from utils.data.worker_errors import LoaderError
 from utils.system.memory import describe_bytes, shared_array
 
@@ -187,10 +187,10 @@ class SharedMemoryLoader:
     if it is another one than the current stream at that moment.
     """
 
-    def __init__(self, source: KeyedDataset, batches: Sampler, batch_size: int, batch_bytes: int, workers: int, *,
-                 micro_batch: int = 8, prefetch: int = 2, timeout: float = 300, collate_group: Callable | None = None,
-                 endless: bool = True, persistent: bool = True, lock_pages: bool = False,
-                 num_step_bytes: int = 0):  # fmt: skip
+    def __init__(self, source: KeyedDataset, batches: BatchSampler | ShortEpochs, batch_size: int, batch_bytes: int,
+                 workers: int, *, micro_batch: int = 8, prefetch: int = 2, timeout: float = 300,
+                 collate_group: Callable | None = None, endless: bool = True, persistent: bool = True,
+                 lock_pages: bool = False, num_step_bytes: int = 0):  # fmt: skip
         self.dataset, self.source, self.batches, self.sampler = source.dataset, source, batches, batches.sampler
         self.batch_size, self.num_workers, self.timeout = batch_size, workers, timeout
         self.endless, self.persistent, self.copy_stream = endless, persistent or endless, None
@@ -200,7 +200,7 @@ class SharedMemoryLoader:
         self.ring = BatchRing(count, batch_bytes, batch_size, num_step_bytes)
         self.writer = BatchWriter(source, self.ring, collate_group)
         self.keys, self.pool, self.owner = iter(()), None, os.getpid()
-        self.pending = {}  # the PendingBatch of each slot, the oldest first
+        self.pending: dict[int, PendingBatch] = {}  # by slot, the oldest first
         if endless:
             self._start_workers()
             self._hand_out()
