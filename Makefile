@@ -37,7 +37,7 @@ train: shapes
 	    print(f'last epoch: mAP@.5 {rows[-1, 10]:.3f}, mAP@.5:.95 {rows[-1, 11]:.3f}'); \
 	    print(f'best epoch ({best[0]:.0f}): mAP@.5 {best[10]:.3f}, mAP@.5:.95 {best[11]:.3f}')"
 	@echo "weights: $(RESULT)/weights/best.pt"
-	@echo "pictures:"; ls $(RESULT)/*.png $(RESULT)/*.jpg | sed 's/^/  /'
+	@echo "images:"; ls $(RESULT)/*.png $(RESULT)/*.jpg | sed 's/^/  /'
 
 # A file stays in one process, so that its tests share what they prepare; one thread for each process.
 test: export OMP_NUM_THREADS := 1
