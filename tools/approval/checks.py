@@ -77,7 +77,7 @@ def compiled_run(setup: Setup):
     equality = same_results(eager, run, LATER_EPOCHS)
     if "Model compiled successfully" in run.log():
         return f"Model compiled successfully; {equality}"
-    warning = next((line for line in run.log().splitlines() if "compile" in line.lower()), None)
+    warning = next((line for line in run.log().splitlines() if "compile" in line.lower()), "")
     expect(warning, "neither 'Model compiled successfully' nor a warning about falling back")
     return f"fell back to eager: {warning.strip()}; {equality}"
 

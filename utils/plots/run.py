@@ -5,7 +5,7 @@ generator.
 """
 
 import logging
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +39,7 @@ TEST_COLUMNS = slice(8, 15)  # precision, recall, mAP@.5, mAP@.5:.95, val box, o
 # ---- drawing in the background -------------------------------------------------------------------------------------
 
 _POOL = ThreadPoolExecutor(max_workers=1, thread_name_prefix="plots")
-_PENDING = []
+_PENDING: list[Future] = []
 
 
 def in_background(function, *args, **kwargs):
