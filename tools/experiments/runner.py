@@ -8,7 +8,9 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -72,7 +74,14 @@ class FinishedRun:
         return path.read_text(encoding="utf-8", errors="replace").replace("\r", "\n") if path.is_file() else ""
 
 
-def run_training(arguments, folder, on_epoch=None, timeout=None, environment=None, stop=None):
+def run_training(
+    arguments: Sequence,
+    folder: str | Path,
+    on_epoch: Callable[[list[dict]], str | None] | None = None,
+    timeout: float | None = None,
+    environment: dict[str, str] | None = None,
+    stop: threading.Event | None = None,
+) -> FinishedRun:
     """Train with the command line `arguments` into `folder`, wait for the end, and return the FinishedRun.
 
     `on_epoch(rows)` is called whenever an epoch is complete; what it returns, if anything, is the reason to stop the
@@ -140,7 +149,7 @@ def end_group(process):
     process.wait()
 
 
-def read_rows(folder):
+def read_rows(folder: str | Path) -> list[dict[str, float]]:
     """results.csv of a run folder: one {column: number} an epoch, without a half line at the end."""
     path = Path(folder) / "results.csv"
     if not path.is_file():

@@ -7,6 +7,8 @@ import csv
 import logging
 import math
 import time
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +16,10 @@ import torch
 from tqdm import tqdm
 
 from utils.loggers.tensorboard import NullLogger, open_tensorboard
+from utils.metrics.multi_head import HeadScore
 from utils.plots.images import plot_images
 from utils.plots.run import in_background, plot_labels, plot_results, wait_for_background
+from utils.system.distributed import Ranks
 from utils.system.files import atomic_write
 
 logger = logging.getLogger(__name__)
@@ -29,7 +33,9 @@ NUM_PREVIEWS = 10  # training batches drawn at the start of a run
 PREVIEW_IMAGES = 16
 
 
-def open_report(opt, names, ranks, heads=()):
+def open_report(
+    opt: Namespace, names: Sequence[str] | dict, ranks: Ranks, heads: Sequence = ()
+) -> "RunReport | NullReport":
     """The report of this process: a search (--evolve) leaves no images and no event file, other ranks nothing.
 
     `heads` (name, class ids) of a model with several detection heads; its report has scores by head and by class.
@@ -55,8 +61,8 @@ class RunReport:
     CSV files start anew with the first epoch, unless `resume` was called.
     """
 
-    def __init__(self, save_dir, num_epochs, names, images=True, tensorboard=True, per_class=False, num_heads=0,
-                 world_size=1):  # fmt: skip
+    def __init__(self, save_dir: str | Path, num_epochs: int, names: Sequence[str] | dict, images=True,
+                 tensorboard=True, per_class=False, num_heads=0, world_size=1):  # fmt: skip
         self.save_dir = Path(save_dir)
         self.num_epochs = num_epochs
         self.names = list(names.values()) if isinstance(names, dict) else list(names)
@@ -66,32 +72,32 @@ class RunReport:
         self.table = _CsvTable(self.save_dir / "results.csv")
         self.class_table = _CsvTable(self.save_dir / "results_per_class.csv") if per_class else None
         self.tensorboard = open_tensorboard(self.save_dir, world_size) if tensorboard else NullLogger()
-        self.last_scores = {}
+        self.last_scores: dict[str, float] = {}
         self.is_open, self.is_finite = False, True
         self.head_scalars = dict.fromkeys((tag.format(head) for head in range(num_heads) for tag in HEAD_TAGS), 0.0)
 
     # ---- before the first epoch
 
-    def resume(self, results_text, num_epochs):
+    def resume(self, results_text: str, num_epochs: int) -> None:
         """Go on after the last line of `results_text`, the results.txt in a checkpoint; later lines are cut off."""
         lines = results_text.splitlines()
         self.num_epochs = num_epochs
         self._open_files(lines, int(lines[-1].split("/")[0]) + 1 if lines else 0)
 
-    def labels(self, labels):
+    def labels(self, labels: Sequence[np.ndarray]) -> None:
         """Draw the training labels, a list of [n x 5: class, x, y, w, h normalised] per image; log their classes."""
-        labels = np.concatenate([np.zeros((0, 5)), *labels])
-        self.tensorboard.labels(labels[:, 0])
+        rows = np.concatenate([np.zeros((0, 5)), *labels])
+        self.tensorboard.labels(rows[:, 0])
         if self.draws_images:
-            in_background(plot_labels, labels, self.names, self.save_dir)
+            in_background(plot_labels, rows, self.names, self.save_dir)
 
-    def also(self, source):
+    def also(self, source: Callable[[], dict[str, float]]) -> None:
         """`source()` gives further scalars {tag: value} for the event file after every epoch."""
         self.tensorboard.also(source)
 
     # ---- every epoch
 
-    def epoch(self, epoch, feed, num_batches):
+    def epoch(self, epoch: int, feed: Iterable, num_batches: int) -> Iterable:
         """Begin epoch number `epoch`: print the header and return `feed` wrapped in a progress bar."""
         if not self.is_open:
             self._open_files([], 0)
@@ -106,13 +112,15 @@ class RunReport:
         self.bar = tqdm(feed, total=num_batches)
         return self.bar
 
-    def exclude(self, seconds):
+    def exclude(self, seconds: float) -> None:
         """Leave the last `seconds` out of the epoch's time and speed."""
         self.started += seconds
         self.bar.start_t += seconds
         self.tensorboard.exclude(seconds)
 
-    def batch(self, loss_items, images, targets, paths):
+    def batch(
+        self, loss_items: torch.Tensor, images: torch.Tensor, targets: torch.Tensor, paths: Sequence[str]
+    ) -> None:
         """Account for one training batch.
 
         loss_items as in `losses`; images [B x 3 x H x W] as trained, targets [n x 6] and paths of the batch. The first
@@ -128,7 +136,7 @@ class RunReport:
         self.batches_done += 1
         self.tensorboard.batch(len(images))
 
-    def losses(self, loss_items):
+    def losses(self, loss_items: torch.Tensor) -> None:
         """Take into the means of this epoch what is new: [4: box, obj, cls, total] of a batch, or a row for several."""
         if self.batches_done == self.num_batches:  # late losses: the device has now done the whole epoch
             self.tensorboard.end_training()
@@ -140,13 +148,15 @@ class RunReport:
             self.losses_seen += 1
         self.bar.set_description(self._progress_text(), refresh=False)
 
-    def heads_done(self, heads):
+    def heads_done(self, heads: Sequence[HeadScore]) -> None:
         """Take in the HeadScore of every head, if there are several; `epoch_done` records the last ones."""
         for head, score in enumerate(heads):
             values = (score.precision, score.recall, score.map50, score.map)
             self.head_scalars |= {tag.format(head): value for tag, value in zip(HEAD_TAGS, values, strict=True)}
 
-    def epoch_done(self, results, learning_rates, class_ap=None):
+    def epoch_done(
+        self, results: Sequence[float], learning_rates: Sequence[float], class_ap: np.ndarray | None = None
+    ) -> None:
         """Record the epoch: one line in every file.
 
         results (7: precision, recall, mAP@.5, mAP@.5:.95, val box, obj, cls loss) of this or the last tested epoch,
@@ -175,13 +185,13 @@ class RunReport:
             scalars |= {f"class_mAP_0.5:0.95/{name}": ap for name, ap in by_class.items()}
         self.tensorboard.end_epoch(self.epoch_number, scalars)
 
-    def results_text(self):
+    def results_text(self) -> str:
         """The content of results.txt, for the checkpoint."""
         return self.results_file.read_text()
 
     # ---- after the last epoch
 
-    def finish(self):
+    def finish(self) -> None:
         """Draw results.png, wait until every image is written, close the event file."""
         if self.draws_images:
             plot_results(self.save_dir)
@@ -213,10 +223,10 @@ class RunReport:
 class NullReport(NullLogger):
     """The report of a rank that reports nothing. Its other methods do nothing."""
 
-    def epoch(self, epoch, feed, num_batches):
+    def epoch(self, epoch: int, feed: Iterable, num_batches: int) -> Iterable:
         return feed
 
-    def results_text(self):
+    def results_text(self) -> str:
         return ""
 
 

@@ -1,6 +1,7 @@
 """Grids of images with their boxes: what the network sees, what it should find, what it found."""
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -34,7 +35,15 @@ def drawable(text):
     return "".join(c if ord(c) in known and c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def plot_images(images, targets, paths=None, fname="images.jpg", names=None, max_size=640, max_subplots=16):
+def plot_images(
+    images: torch.Tensor | np.ndarray,
+    targets: torch.Tensor | np.ndarray,
+    paths: Sequence[str | Path] | None = None,
+    fname: str | Path | None = "images.jpg",
+    names: Sequence[str] | dict | None = None,
+    max_size: int = 640,
+    max_subplots: int = 16,
+) -> np.ndarray:
     """Draw a batch as a grid (cells column by column), write it to `fname` unless that is None, and return it.
 
     images [B x 3 x H x W, RGB, uint8 0..255 or float 0..1], array or tensor on any device; it is only read.
@@ -46,7 +55,7 @@ def plot_images(images, targets, paths=None, fname="images.jpg", names=None, max
         raise ValueError(f"{fname}: there is no image to draw")
     if targets.shape[1:] == (7,):
         targets = targets[targets[:, 6] > SHOWN_CONFIDENCE]
-    width, height = _cell_size(*images.shape[2:], max_size)
+    width, height = _cell_size(images.shape[2], images.shape[3], max_size)
     columns = math.ceil(math.sqrt(len(images)))
     rows = math.ceil(len(images) / columns)
 
@@ -67,7 +76,7 @@ def plot_images(images, targets, paths=None, fname="images.jpg", names=None, max
     return np.asarray(grid)
 
 
-def output_to_targets(output, width, height):
+def output_to_targets(output: Sequence[torch.Tensor], width: int, height: int) -> np.ndarray:
     """Detections of a batch as rows for plot_images.
 
     output, list over images of [k x 6: x1, y1, x2, y2, confidence, class] in pixels of a `width` x `height` input

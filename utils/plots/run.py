@@ -5,6 +5,7 @@ generator.
 """
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -42,7 +43,7 @@ _POOL = ThreadPoolExecutor(max_workers=1, thread_name_prefix="plots")
 _PENDING: list[Future] = []
 
 
-def in_background(function, *args, **kwargs):
+def in_background(function: Callable, *args, **kwargs) -> None:
     """Run `function(...)` in the one drawing thread; the interpreter waits for it at exit. Errors are logged."""
 
     def guarded():
@@ -57,7 +58,7 @@ def in_background(function, *args, **kwargs):
     _PENDING.append(_POOL.submit(guarded))
 
 
-def wait_for_background():
+def wait_for_background() -> None:
     """Return when every plot handed to `in_background` is written."""
     while _PENDING:
         _PENDING.pop().result()
@@ -71,7 +72,7 @@ def _class_label(names, index):
 # ---- the course of a run -------------------------------------------------------------------------------------------
 
 
-def read_results(path):
+def read_results(path: str | Path) -> np.ndarray:
     """results.txt as an array [epochs x 15]: epoch number, memory in GB, then the numbers as written.
 
     Lines that are not 15 columns (a run that was killed in mid-line) are left out. The seven test columns of an epoch
@@ -94,12 +95,12 @@ def read_results(path):
     return table
 
 
-def plot_results(save_dir):
+def plot_results(save_dir: str | Path) -> Path | None:
     """Draw results.txt of the run folder `save_dir` as results.png; None if there is no finished epoch."""
     return compare_results({"": Path(save_dir) / "results.txt"}, Path(save_dir) / "results.png")
 
 
-def compare_results(files, save_path):
+def compare_results(files: dict[str, str | Path], save_path: str | Path) -> Path | None:
     """Overlay the course of several runs: `files` maps labels to results.txt files. Returns `save_path` or None."""
     runs = {label: read_results(path) for label, path in files.items()}
     for label in [label for label, table in runs.items() if not len(table)]:
