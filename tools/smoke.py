@@ -2,7 +2,7 @@
 
     python tools/smoke.py [--device 0] [--size 96] [--out runs/smoke]
 
-draws 100 images, trains yolov7-tiny for two epochs, scores the weights with test.py, ends the same run after its first
+draws 100 images, trains yolov7-tiny for two epochs, scores the weights with test.py, kills the same run after its first
 epoch and resumes it, memorises ten images, and trains with and without mixed precision where there is a GPU. The output
 of every run is in OUT/<run>/output.log. Status 1 when a step fails.
 """
@@ -69,7 +69,7 @@ class Smoke:
         return "test.py reads best.pt"
 
     def resume(self):
-        """The same run again, ended as soon as its first epoch is saved."""
+        """The same run again, killed as soon as its first epoch is saved."""
         last = self.out / "resume" / "weights" / "last.pt"
 
         def when_saved(rows):
@@ -85,7 +85,7 @@ class Smoke:
         texts = [(self.out / name / "results.txt").read_text() for name in ("train", "resume")]
         if self.device == "cpu" and texts[0] != texts[1]:
             raise Failed("results.txt differs from that of the run that was left alone")
-        return f"ended after epoch {epoch}" + (", results.txt is the same" if texts[0] == texts[1] else "")
+        return f"killed after epoch {epoch}" + (", results.txt is the same" if texts[0] == texts[1] else "")
 
     def overfit(self):
         rows = self.rows(self.train("overfit", 110, "--overfit", "--eval-interval", 10), 110)
@@ -112,7 +112,7 @@ def main():
         "draw 100 images": smoke.images,
         "train 2 epochs": smoke.two_epochs,
         "test": smoke.test,
-        "end and resume": smoke.resume,
+        "kill and resume": smoke.resume,
         "overfit 10 images": smoke.overfit,
         "mixed precision on": lambda: smoke.amp("fp16"),
         "mixed precision off": lambda: smoke.amp("off"),

@@ -97,8 +97,8 @@ class RunReport:
 
     # ---- every epoch
 
-    def epoch(self, epoch: int, feed: Iterable, num_batches: int) -> Iterable:
-        """Begin epoch number `epoch`: print the header and return `feed` wrapped in a progress bar."""
+    def epoch(self, epoch: int, batches: Iterable, num_batches: int) -> Iterable:
+        """Begin epoch number `epoch`: print the header and return `batches` wrapped in a progress bar."""
         if not self.is_open:
             self._open_files([], 0)
         self.epoch_number = epoch
@@ -109,7 +109,7 @@ class RunReport:
         self.num_labels = self.image_size = 0
         logger.info("\n" + "%10s" * len(HEADER), *HEADER)
         self.tensorboard.begin_epoch()
-        self.bar = tqdm(feed, total=num_batches)
+        self.bar = tqdm(batches, total=num_batches)
         return self.bar
 
     def exclude(self, seconds: float) -> None:
@@ -223,8 +223,8 @@ class RunReport:
 class NullReport(NullLogger):
     """The report of a rank that reports nothing. Its other methods do nothing."""
 
-    def epoch(self, epoch: int, feed: Iterable, num_batches: int) -> Iterable:
-        return feed
+    def epoch(self, epoch: int, batches: Iterable, num_batches: int) -> Iterable:
+        return batches
 
     def results_text(self) -> str:
         return ""
