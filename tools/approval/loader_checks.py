@@ -32,7 +32,7 @@ def open_loader(setup: Setup, workers=0, batch=None, **flags):
     """The training loader of the setup with --seed 7; returns (loader, dataset)."""
     with redirect_stderr(io.StringIO()):  # without the progress bar of the scan
         return create_dataloader(
-            load_data_yaml(setup.data, False).train, setup.img, batch or setup.batch_size, 32,
+            load_data_yaml(setup.data, False).train or "", setup.img, batch or setup.batch_size, 32,
             SimpleNamespace(single_cls=False), hyp=load_hyp(setup.hyp), augment=True, workers=workers,
             **{"seed": 7} | flags,
         )  # fmt: skip
