@@ -4,10 +4,8 @@ import sys
 
 import pytest
 
-from tests import small_run
 from tools import smoke
 from tools.approval.setup import Failed, NotMeasured
-from tools.experiments import runner
 from tools.experiments.runner import LOSS, FinishedRun
 
 
@@ -44,18 +42,3 @@ def test_a_run_that_is_not_right(run, fault, tmp_path):
     rows = [{"epoch": float(epoch), LOSS: loss} for epoch, loss in enumerate(losses)]
     with pytest.raises(Failed, match=fault):
         smoke.Smoke(tmp_path, 64, "cpu").rows(FinishedRun(tmp_path, status, message, rows=rows), 2)
-
-
-def test_kill_and_resume_of_a_small_run(tmp_path, monkeypatch):
-    """With the smallest model in place of yolov7-tiny."""
-    small = small_run.arguments(tmp_path, "--hyp", str(tmp_path / "hyp.yaml"))
-    steps = smoke.Smoke(tmp_path / "runs", 64, "cpu")
-
-    def train(name, epochs, *flags, on_epoch=None):
-        words = [*small[: small.index("--project")], "--epochs", str(epochs), *flags]
-        return runner.run_training(words, steps.out / name, on_epoch, 300, {"OMP_NUM_THREADS": "1"})
-
-    monkeypatch.setattr(steps, "train", train)
-    assert steps.two_epochs().startswith("loss ")
-    found = steps.resume()  # epochs of this model are so short that the second may be over, too
-    assert found.startswith("killed after epoch") and found.endswith("results.txt is the same")
