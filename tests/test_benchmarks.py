@@ -13,7 +13,7 @@ import pytest
 from utils.system.files import PROJECT_ROOT
 
 PARTS = ("loader alone", "forward", "loss", "nms", "match", "curves", "all, waiting")  # of a fast validation
-STEPS = ("draw the mosaic", "labels in pixels", "draw the warp", "paint", "warp the picture", "warp the labels",
+STEPS = ("draw the mosaic", "labels in pixels", "draw the transform", "paint", "warp the image", "warp the labels",
          "objects to paste", "paste in", "colours", "hand over")  # fmt: skip
 SMALL = {  # options, and patterns of what they have to print
     "tests/bench_val.py": (
