@@ -1,6 +1,6 @@
 # make train   set up .venv, draw the embedded data set, train yolov7-tiny on it, print the result
 # make test    set up .venv, run the test suite in two processes (TEST_PROCESSES=0: in one, for tests on a GPU)
-# make lint    set up .venv, check style and format
+# make lint    set up .venv, check style, format and types
 # make smoke   set up .venv, try training, resume, overfitting and precision in a few minutes, PASS or FAIL for each
 # Any variable below can be given on the command line: make train EPOCHS=60 PYTHON=python3.12
 
@@ -37,7 +37,7 @@ train: shapes
 	    print(f'last epoch: mAP@.5 {rows[-1, 10]:.3f}, mAP@.5:.95 {rows[-1, 11]:.3f}'); \
 	    print(f'best epoch ({best[0]:.0f}): mAP@.5 {best[10]:.3f}, mAP@.5:.95 {best[11]:.3f}')"
 	@echo "weights: $(RESULT)/weights/best.pt"
-	@echo "pictures:"; ls $(RESULT)/*.png $(RESULT)/*.jpg | sed 's/^/  /'
+	@echo "images:"; ls $(RESULT)/*.png $(RESULT)/*.jpg | sed 's/^/  /'
 
 # A file stays in one process, so that its tests share what they prepare; one thread for each process.
 test: export OMP_NUM_THREADS := 1
@@ -47,6 +47,7 @@ test: $(INSTALLED)
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
 
 smoke: $(INSTALLED)
 	$(RUN) tools/smoke.py

@@ -26,7 +26,7 @@ from utils.metrics.text_files import TextFiles
 from utils.ops.boxes import scale_coords, xywh2xyxy
 from utils.ops.nms import non_max_suppression
 from utils.plots import run
-from utils.plots.images import plot_images
+from utils.plots.images import output_to_targets, plot_images
 from utils.run import entry
 from utils.system.distributed import select_device
 from utils.system.files import atomic_write, check_can_be_made, check_file, increment_path
@@ -134,7 +134,7 @@ def to_native(detections, network_shape, image_shape, ratio_pad):
 def draw_batch(images, targets, detections, paths, names, stem):
     """<stem>_labels.jpg and <stem>_pred.jpg, drawn in the background."""
     pixels = (images * 255).byte().cpu()
-    found = run.output_to_targets(detections, *reversed(images.shape[2:]))
+    found = output_to_targets(detections, *reversed(images.shape[2:]))
     run.in_background(plot_images, pixels, targets.cpu(), paths, f"{stem}_labels.jpg", names)
     run.in_background(plot_images, pixels, found, paths, f"{stem}_pred.jpg", names)
 

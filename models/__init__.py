@@ -1,0 +1,6 @@
+"""The networks. Nothing here imports utils/, but experimental, which reads models from files.
+
+Read in this order: common (the layers), detection and yolo (detection layers, the Model), config (reads a --cfg),
+multihead, multihead_attention and attention (1B4H), reparam (fusing for inference), summary, fused with fused_kernels
+(opt-in kernels for training). Checkpoints name the classes by these modules: they keep their homes and their names.
+"""

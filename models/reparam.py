@@ -1,6 +1,6 @@
 """Re-parameterisation: the same function with fewer layers.
 
-Pure functions on tensors, and `reparameterize`, which turns a training model into its deploy twin.
+Pure functions on tensors, and `reparameterize`, which turns a training model into its deploy form.
 """
 
 from copy import deepcopy

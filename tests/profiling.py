@@ -174,7 +174,7 @@ class Watched:
 
     def __init__(self, report, plan, device, timeline, sources):
         self.report, self.plan, self.device, self.timeline, self.sources = report, list(plan), device, timeline, sources
-        self.report.pictures = False  # the first batches of a run are drawn, which is not of interest
+        self.report.draws_images = False  # the first batches of a run are drawn, which is not of interest
         self.results, self.stage, self.usage = {}, None, Usage(device)
         self.last_batch = 0
 

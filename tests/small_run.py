@@ -84,7 +84,7 @@ def drawing(pictures):
 
     def open_report(*args):
         opened = report(*args)
-        opened.pictures = False
+        opened.draws_images = False
         return opened
 
     def evaluate_only(*args, **options):

@@ -22,7 +22,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.experiments import runner
+from tools.experiments import command_line, runner
+from tools.experiments.markdown import median, show, table
 from tools.experiments.runner import LOSS, MAP50
 from utils.plots.style import PALETTE, new_figure, save_figure, set_title, whole_numbers
 from utils.system.files import atomic_write
@@ -70,7 +71,7 @@ class Side:
             key, _, environment[key] = words.pop(0).partition("=")
         return cls(name, words, environment)
 
-    def in_words(self):
+    def describe(self):
         words = [*(f"{key}={value}" for key, value in self.environment.items()), *self.flags]
         return " ".join(words) or "no flag"
 
@@ -84,16 +85,16 @@ def compare(base, a, b, out, repeats=3, seed=0, timeout=None):
     Pair k has --seed `seed` + k; None leaves --seed away. Raises ValueError when a run fails: then nothing compares.
     """
     for side in (a, b):
-        runner.check_arguments([*base, *side.flags], f"side {side.name}")
+        command_line.check_arguments([*base, *side.flags], f"side {side.name}")
     runs = {a.name: [], b.name: []}
     for k in range(repeats):
         for side in (a, b) if k % 2 == 0 else (b, a):
             arguments = [*base, *side.flags, *([] if seed is None else ["--seed", str(seed + k)])]
-            logger.info("pair %d of %d, %s: %s", k + 1, repeats, side.name, side.in_words())
+            logger.info("pair %d of %d, %s: %s", k + 1, repeats, side.name, side.describe())
             run = runner.run_training(arguments, Path(out) / f"{side.name}{k + 1}", None, timeout, side.environment)
             if not run.completed or not run.rows:
                 raise ValueError(
-                    f"{side.name} ({side.in_words()}) failed: {run.message}; see {run.folder / runner.LOG}"
+                    f"{side.name} ({side.describe()}) failed: {run.message}; see {run.folder / runner.LOG}"
                 )
             runs[side.name].append(run)
             logger.info("    %.1f s, %s img/s, mAP@.5 %.4f", run.seconds,
@@ -111,12 +112,12 @@ def measure(runs):
 
 def verdicts(a, b):
     """[(target, verdict, what was found)] from the measures of both sides."""
-    on_gpu = middle(b["gpu_memory"]) is not None
+    on_gpu = median(b["gpu_memory"]) is not None
     return [
-        _speed(middle(a["images_per_second"]), middle(b["images_per_second"]), on_gpu),
+        _speed(median(a["images_per_second"]), median(b["images_per_second"]), on_gpu),
         _quality(a["map50"], b["map50"]),
-        _share(TARGETS[2], middle(b["gpu"]), GPU_BUSY, on_gpu, above=True),
-        _share(TARGETS[3], middle(b["main_cpu"]), MAIN_BUSY, on_gpu, above=False),
+        _share(TARGETS[2], median(b["gpu"]), GPU_BUSY, on_gpu, above=True),
+        _share(TARGETS[3], median(b["main_cpu"]), MAIN_BUSY, on_gpu, above=False),
     ]
 
 
@@ -156,12 +157,6 @@ def _share(target, value, limit, on_gpu, above):
     return target, "met" if is_met else "missed", f"{value:.0%}"
 
 
-def middle(values):
-    """Median of what was measured; None when nothing was."""
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
-
-
 def scatter(values):
     """Standard deviation; None for a single value."""
     return statistics.stdev(values) if len(values) > 1 else None
@@ -170,38 +165,37 @@ def scatter(values):
 # ---- telling ---------------------------------------------------------------------------------------------------------
 
 
-def show(value, form):
-    return "not measured" if value is None else form.format(value)
-
-
 def cell(values, form):
     """Median, with the lowest and highest run when there are several."""
     known = [value for value in values if value is not None]
-    text = show(middle(values), form)
+    text = show(median(values), form)
     return text if len(known) < 2 else f"{text} ({form.format(min(known))} to {form.format(max(known))})"
 
 
-def table(a, b):
+def measures_table(a, b):
     """Markdown: a row for each measure, both sides and their ratio."""
-    lines = ["| measure | A | B | B / A |", "|---|---|---|---|"]
+    rows = []
     for label, (key, _, form) in MEASURES.items():
-        ratio = middle(b[key]) / middle(a[key]) if middle(a[key]) and middle(b[key]) is not None else None
-        lines.append(f"| {label} | {cell(a[key], form)} | {cell(b[key], form)} | {show(ratio, '{:.2f}')} |")
-    return "\n".join(lines)
+        first, second = median(a[key]), median(b[key])
+        ratio = second / first if first and second is not None else None
+        rows.append([label, cell(a[key], form), cell(b[key], form), show(ratio, "{:.2f}")])
+    return table(["measure", "A", "B", "B / A"], rows)
 
 
-def report_text(title, a, b, judged, facts):
-    lines = [f"# {title}", "", *(f"- {name}: {value}" for name, value in facts.items()), ""]
-    lines += [
-        "Medians over the epochs without the first; of several runs the median (lowest to highest).",
-        "",
-        table(a, b),
-    ]
-    lines += ["", "## Verdict", "", *(f"- {target}: **{verdict}** ({found})" for target, verdict, found in judged), ""]
-    lines += ["## mAP@.5 of each pair", "", "| pair | A | B | B - A |", "|---|---|---|---|"]
-    for k, (score_a, score_b) in enumerate(zip(a["map50"], b["map50"], strict=True)):
-        lines.append(f"| {k + 1} | {score_a:.4f} | {score_b:.4f} | {score_b - score_a:+.4f} |")
-    return "\n".join([*lines, "", "![curves](ab.png)", ""])
+def report_text(a, b, judged, facts):
+    pairs = [[k, f"{score_a:.4f}", f"{score_b:.4f}", f"{score_b - score_a:+.4f}"]
+             for k, (score_a, score_b) in enumerate(zip(a["map50"], b["map50"], strict=True), 1)]  # fmt: skip
+    return "\n".join([
+        "# A/B comparison", "",
+        *(f"- {name}: {value}" for name, value in facts.items()), "",
+        "Medians over the epochs without the first; of several runs the median (lowest to highest).", "",
+        measures_table(a, b), "",
+        "## Verdict", "",
+        *(f"- {target}: **{verdict}** ({found})" for target, verdict, found in judged), "",
+        "## mAP@.5 of each pair", "",
+        table(["pair", "A", "B", "B - A"], pairs), "",
+        "![curves](ab.png)", "",
+    ])  # fmt: skip
 
 
 def plot(runs, path):
@@ -230,7 +224,7 @@ def _bars(ax, label, sides):
     for colour, (name, values) in zip(PALETTE, sides.items(), strict=False):
         known = [value for value in values if value is not None]
         if known:
-            centre = middle(known)
+            centre = median(known)
             ax.bar(name, centre, color=colour, yerr=[[centre - min(known)], [max(known) - centre]], capsize=4)
         else:
             ax.bar(name, 0)
@@ -241,14 +235,14 @@ def write(out, runs, a, b, base):
     """report.md, ab.png and ab.json in `out`; returns the verdicts."""
     measured = {name: measure(side) for name, side in runs.items()}
     judged = verdicts(measured["A"], measured["B"])
-    facts = runner.machine() | {"common arguments": f"`{shlex.join(base)}`", "A": f"`{a.in_words()}`",
-                                 "B": f"`{b.in_words()}`", "pairs": str(len(runs["A"]))}  # fmt: skip
+    facts = runner.machine() | {"common arguments": f"`{shlex.join(base)}`", "A": f"`{a.describe()}`",
+                                 "B": f"`{b.describe()}`", "pairs": str(len(runs["A"]))}  # fmt: skip
     out = Path(out)
     plot(runs, out / "ab.png")
     with atomic_write(out / "ab.json", "w") as file:
         json.dump({"facts": facts, "measures": measured, "verdicts": judged}, file, indent=1)
     with atomic_write(out / "report.md", "w") as file:
-        file.write(report_text("A/B comparison", measured["A"], measured["B"], judged, facts))
+        file.write(report_text(measured["A"], measured["B"], judged, facts))
     return judged
 
 
@@ -263,30 +257,22 @@ def parse(arguments=None):
     add("--no-seed", action="store_true", help="do not pass --seed: stock's order of batches")
     add("--timeout", type=float, help="seconds after which a run counts as hung")
     add("--out", default="runs/ab_compare", help="folder of the report and the runs")
-    words = sys.argv[1:] if arguments is None else arguments
-    return parser.parse_args(runner.bind_values(words, ("--args", "--a", "--b")))
+    return command_line.parse(parser, arguments, ("--args", "--a", "--b"))
 
 
-def main():
-    logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
-    runner.exit_on_sigterm()
-    options = parse()
+def main(options):
+    """Compare both sides and print the measures and the verdicts."""
     base, a, b = shlex.split(options.args), Side.parse("A", options.a), Side.parse("B", options.b)
-    try:
-        if options.repeats < 1:
-            raise ValueError(f"--repeats {options.repeats} has to be at least 1")
-        seed = None if options.no_seed else options.seed
-        runs = compare(base, a, b, options.out, options.repeats, seed, options.timeout)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
+    if options.repeats < 1:
+        raise ValueError(f"--repeats {options.repeats} has to be at least 1")
+    seed = None if options.no_seed else options.seed
+    runs = compare(base, a, b, options.out, options.repeats, seed, options.timeout)
     judged = write(options.out, runs, a, b, base)
-    print("\n" + table(measure(runs["A"]), measure(runs["B"])) + "\n")
+    print("\n" + measures_table(measure(runs["A"]), measure(runs["B"])) + "\n")
     for target, verdict, found in judged:
         print(f"{target}: {verdict} ({found})")
     print(f"\nwritten: {options.out}/report.md, ab.png, ab.json")
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run_tool(main, parse())

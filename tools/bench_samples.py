@@ -29,18 +29,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from utils import datasets
+from utils.config.hyp import load_hyp
 from utils.data import affine, mosaic, paste
 from utils.data import dataset as dataset_module
 from utils.ops.boxes import resample_segments, segment2box
-
-COMMON = {
-    "hsv_h": 0.015, "hsv_s": 0.7, "hsv_v": 0.4, "degrees": 0.0, "shear": 0.0, "perspective": 0.0,
-    "flipud": 0.0, "fliplr": 0.5, "mosaic": 1.0, "copy_paste": 0.0,
-}  # fmt: skip
-HYPS = {
-    "p5": COMMON | {"translate": 0.2, "scale": 0.9, "mixup": 0.15, "paste_in": 0.15},
-    "tiny": COMMON | {"translate": 0.1, "scale": 0.5, "mixup": 0.05, "paste_in": 0.05},
-}
 
 
 def make_dataset(folder, num_images, seed=0, boxes=False):
@@ -187,7 +179,7 @@ def main():
     parser.add_argument("--samples", type=int, default=160, help="samples in one measurement")
     parser.add_argument("--repeats", type=int, default=3, help="measurements of each form, in turns")
     parser.add_argument("--sizes", type=int, nargs="+", default=[320, 640])
-    parser.add_argument("--hyps", nargs="+", choices=list(HYPS), default=list(HYPS))
+    parser.add_argument("--hyps", nargs="+", choices=("p5", "tiny"), default=["p5", "tiny"])
     parser.add_argument("--cache", action="store_true", help="images in RAM")
     parser.add_argument("--boxes", action="store_true", help="labels without polygons")
     options = parser.parse_args()
@@ -198,15 +190,15 @@ def main():
         images = make_dataset(Path(folder), options.images, boxes=options.boxes)
         size = sum(path.stat().st_size for path in images.iterdir()) / options.images
         kinds = f"{'boxes' if options.boxes else 'polygons'}, {'cached' if options.cache else 'from files'}"
-        print(
-            f"OpenCV {cv2.__version__}, NumPy {np.__version__}; {options.images} JPEGs of {size / 1e3:.0f} kB, {kinds}"
-        )
+        versions = f"OpenCV {cv2.__version__}, NumPy {np.__version__}"
+        print(f"{versions}; {options.images} JPEGs of {size / 1e3:.0f} kB, {kinds}")
         print(f"{'size':>5}{'hyp':>6}" + "".join(f"{name + ' ms':>15}" for name in FORMS) + "  ours/plain, each repeat")
         for side in options.sizes:
             for name in options.hyps:
                 dataset = datasets.LoadImagesAndLabels(
-                    str(images), side, augment=True, hyp=HYPS[name], cache_images=options.cache
-                )
+                    str(images), side, augment=True, hyp=load_hyp(f"data/hyp.scratch.{name}.yaml"),
+                    cache_images=options.cache,
+                )  # fmt: skip
                 times = compare(dataset, options.samples, options.repeats)
                 medians = "".join(f"{statistics.median(values):>15.2f}" for values in times.values())
                 ratios = [b / a for a, b in zip(times["plain"], times["ours"], strict=True)]

@@ -34,7 +34,7 @@ RESTARTS = 20  # of k-means; the best one counts
 def box_statistics(scanned, nc):
     """Per class the number of boxes [nc], and mean logarithms of their area and proportion [nc x 2, 0 without boxes].
 
-    The area is the share of the picture, the proportion width by height in pixels.
+    The area is the share of the image, the proportion width by height in pixels.
     """
     rows = [np.zeros((0, 3))]
     for labels, (width, height) in zip(scanned.labels, scanned.shapes, strict=True):

@@ -167,7 +167,7 @@ def _muted_colour(rng):
 
 
 def draw_image(rng, size):
-    """One picture [height x width x 3, uint8, BGR; longer side `size`] and its things."""
+    """One image [height x width x 3, uint8, BGR; longer side `size`] and its things."""
     shorter = int(round(size * 0.75))
     height, width = ((size, size), (shorter, size), (size, shorter))[rng.integers(3)]
     things = place_things(rng, height, width)

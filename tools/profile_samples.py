@@ -25,6 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.bench_samples import make_dataset
+from tools.experiments import markdown
 from utils.config.hyp import load_hyp
 from utils.data import affine, mosaic
 from utils.data import dataset as dataset_module
@@ -51,7 +52,7 @@ STEPS = {
 }
 
 
-class Clock:
+class StepClock:
     """CPU time of each step by itself, in seconds."""
 
     def __init__(self):
@@ -85,7 +86,7 @@ def profile(dataset, num_samples, later, seed):
     dataset.new_image = lambda shape, dtype: place[: int(np.prod(shape))].reshape(shape)
     random.seed(seed)
     np.random.seed(seed)
-    clock = Clock()
+    clock = StepClock()
     with ExitStack() as stack:
         for step, functions in STEPS.items():
             for owner, name in functions:
@@ -133,13 +134,11 @@ def main():
                 )
                 for header, steps in columns_of(dataset, options):
                     table[f"{size} {name} {kind}, {header}"] = steps
-    print(
-        f"\nOpenCV {cv2.__version__}, NumPy {np.__version__}; microseconds per sample, medians of {options.repeats}\n"
-    )
-    print("| step | " + " | ".join(table) + " |\n" + "|---" * (len(table) + 1) + "|")
-    for step in [*STEPS, "the rest"]:
-        print(f"| {step} | " + " | ".join(f"{column[step]:,.0f}" for column in table.values()) + " |")
-    print("| all | " + " | ".join(f"{sum(column.values()):,.0f}" for column in table.values()) + " |")
+    versions = f"OpenCV {cv2.__version__}, NumPy {np.__version__}"
+    print(f"\n{versions}; microseconds per sample, medians of {options.repeats}\n")
+    rows = [[step, *(f"{column[step]:,.0f}" for column in table.values())] for step in [*STEPS, "the rest"]]
+    rows.append(["all", *(f"{sum(column.values()):,.0f}" for column in table.values())])
+    print(markdown.table(["step", *table], rows))
 
 
 if __name__ == "__main__":

@@ -12,19 +12,19 @@ them from a space: --sampler tpe --num-trials 20 --space space.yaml, with lines 
 
 trials_<timestamp>.csv has a row for each trial that has ended: completed, eliminated (after an epoch its mAP@.5 was
 more than the threshold below the best trial's at the same epoch) or failed (the others go on). The same command
-continues where an interruption stopped it. At the end: a ranking, and a picture beside the table.
+continues where an interruption stopped it. At the end: a ranking, and a plot beside the table.
 """
 
 import argparse
 import logging
-import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.experiments import runner, tpe, trials
+from tools.experiments import command_line, trials
+from tools.experiments.optuna_sampler import OptunaSampler
 from tools.experiments.trials import Budget, Elimination, TrialTable
 
 logger = logging.getLogger("run_trials")
@@ -39,11 +39,8 @@ def parse(arguments=None):
     add("--budget-epochs", type=int, help="epochs of each trial")
     add("--budget-subset", type=int, help="training images of each trial (--subset-size)")
     add("--budget-size", type=int, help="image size of each trial, pixels")
-    add(
-        "--early-stop-threshold",
-        type=float,
-        help="mAP@.5 below the best trial at which one is eliminated; default: never",
-    )
+    add("--early-stop-threshold", type=float, metavar="MAP",
+        help="mAP@.5 below the best trial at which one is eliminated; default: never")  # fmt: skip
     add("--early-stop-grace", type=int, default=1, help="epochs that eliminate nobody")
     add("--sampler", choices=("file", "tpe"), default="file", help="tpe: Optuna draws the trials from --space")
     add("--num-trials", type=int, default=20, help="with --sampler tpe")
@@ -51,16 +48,13 @@ def parse(arguments=None):
     add("--sampler-seed", type=int, default=0)
     add("--retry-failed", action="store_true", help="a restart repeats the trials that failed")
     add("--fresh", action="store_true", help="begin a new table instead of continuing")
-    words = sys.argv[1:] if arguments is None else arguments
-    return parser.parse_args(runner.bind_values(words, ("--base-args",)))
+    return command_line.parse(parser, arguments, ("--base-args",))
 
 
 def run(options):
     """Run every trial that has not ended yet; returns the TrialTable."""
-    base = shlex.split(options.base_args)
-    runner.check_arguments(base, "--base-args")
+    base = command_line.train_words(options.base_args, "--base-args")
     budget = Budget(options.budget_epochs, options.budget_subset, options.budget_size)
-    budget.overrides()  # before anything is made
     if options.sampler == "file":
         if not options.trials_file:
             raise ValueError("give --trials-file, or --sampler tpe with --space")
@@ -68,7 +62,7 @@ def run(options):
     else:
         if not options.space:
             raise ValueError("--sampler tpe needs --space, a yaml file with the ranges to search")
-        source = tpe.Tpe(trials.read_space(options.space), options.num_trials, options.sampler_seed)
+        source = OptunaSampler(trials.read_space(options.space), options.num_trials, options.sampler_seed)
     shared = {"base_args": base, "budget": asdict(budget), "sampler": options.sampler}
     table = TrialTable.open(options.output_dir, shared, options.fresh)
     if options.retry_failed:
@@ -107,23 +101,15 @@ class FromFile:
         pass
 
 
-def main():
-    logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
-    runner.exit_on_sigterm()
-    options = parse()
-    try:
-        table = run(options)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("interrupted; the same command continues where it stopped")
+def main(options):
+    """Run the trials and rank them; status 1 when none was completed."""
+    table = run(options)
     ranking = table.ranking()
-    text = trials.ranking_text(ranking)
-    print(f"\n{text}\n")
-    picture = trials.plot_trials(ranking, table.path.with_suffix(".png"))
-    print(f"written: {table.path}, {picture}; runs in {table.folder}")
-    sys.exit(0 if any(trial.status == "completed" for trial in ranking) else 1)
+    print(f"\n{trials.ranking_text(ranking)}\n")
+    plot = trials.plot_trials(ranking, table.path.with_suffix(".png"))
+    print(f"written: {table.path}, {plot}; runs in {table.folder}")
+    return 0 if any(trial.status == "completed" for trial in ranking) else 1
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run_tool(main, parse(), interrupted="interrupted; the same command continues where it stopped")

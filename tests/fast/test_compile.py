@@ -214,7 +214,7 @@ def test_runs_compiled_and_after_a_failure(tmp_path, monkeypatch, caplog):
 
 
 def test_compile_time_is_not_the_epochs(tmp_path):
-    report = RunReport(tmp_path, 1, ["a"], pictures=False, tensorboard=False)
+    report = RunReport(tmp_path, 1, ["a"], images=False, tensorboard=False)
     batches = report.epoch(0, range(2), 2)
     began, bar_began = report.started, batches.start_t
     report.exclude(3.5)

@@ -11,12 +11,12 @@ import psutil
 import pytest
 
 from utils.loggers import monitor
-from utils.loggers.monitor import Sample, Usage, Utilisation, summarise
+from utils.loggers.monitor import ResourceMonitor, ResourceSample, Usage, summarise
 from utils.system.memory import shared_array
 
 
 def sample(time, main=0.0, workers=None, gpu=None, gpu_memory=None, memory=None):
-    return Sample(time, main, workers or {}, gpu, gpu_memory, memory)
+    return ResourceSample(time, main, workers or {}, gpu, gpu_memory, memory)
 
 
 def test_usage_by_hand():
@@ -42,21 +42,21 @@ def test_what_was_not_measured_is_none():
 
 
 def test_usage_of_a_part():
-    watched = Utilisation()
-    watched.samples = [sample(0.0, 0.0), sample(1.0, 0.9), sample(2.0, 1.0), sample(4.0, 1.4)]
-    assert watched.usage(1.0, 4.0).main_cpu == pytest.approx(0.5 / 3)
-    assert watched.usage(end=1.0).main_cpu == pytest.approx(0.9)
-    watched.forget()
-    assert [s.time for s in watched.samples] == [4.0]
+    monitored = ResourceMonitor()
+    monitored.samples = [sample(0.0, 0.0), sample(1.0, 0.9), sample(2.0, 1.0), sample(4.0, 1.4)]
+    assert monitored.usage(1.0, 4.0).main_cpu == pytest.approx(0.5 / 3)
+    assert monitored.usage(end=1.0).main_cpu == pytest.approx(0.9)
+    monitored.restart()
+    assert len(monitored.samples) == 1 and monitored.samples[0].time > 4.0
 
 
 def test_memory_that_takes_long_to_measure_is_measured_rarely(monkeypatch):
     monkeypatch.setattr(monitor, "proportional_memory", lambda processes: time.sleep(0.05) or 1.0)
-    with Utilisation(interval=0.01, memory=True) as watched:
+    with ResourceMonitor(interval=0.01, memory=True) as monitored:
         time.sleep(0.6)
-    assert [sample.memory for sample in watched.samples[:2]] == [1.0, None]
-    assert sum(sample.memory is not None for sample in watched.samples) <= 2
-    assert all(0 < sample.anonymous < 100 for sample in watched.samples) and watched.usage().memory == 1.0
+    assert [sample.memory for sample in monitored.samples[:2]] == [1.0, None]
+    assert sum(sample.memory is not None for sample in monitored.samples) <= 2
+    assert all(0 < sample.anonymous < 100 for sample in monitored.samples) and monitored.usage().memory == 1.0
 
 
 def test_anonymous_memory():
@@ -77,10 +77,10 @@ def test_main_and_workers_of_another_process():
             deadline = time.monotonic() + 60
             while not psutil.Process(process.pid).children() and time.monotonic() < deadline:
                 time.sleep(0.05)
-            with Utilisation(process.pid, interval=0.1, memory=True) as watched:
-                while len(watched.samples) < 8 and time.monotonic() < deadline:
+            with ResourceMonitor(process.pid, interval=0.1, memory=True) as monitored:
+                while len(monitored.samples) < 8 and time.monotonic() < deadline:
                     time.sleep(0.05)
-            usage = watched.usage()
+            usage = monitored.usage()
         finally:
             for child in psutil.Process(process.pid).children():
                 child.kill()
@@ -88,19 +88,19 @@ def test_main_and_workers_of_another_process():
     assert usage.num_workers == 1 and usage.worker_cpu > 0.02  # of a core that others use too
     assert usage.main_cpu < usage.worker_cpu
     assert 0.001 < usage.memory < 1
-    assert len(watched.samples) > 3
+    assert len(monitored.samples) > 3
 
 
 def test_a_search_waits_for_other_children(monkeypatch):
     """Those that have begun beside others that stay, and those that have gone."""
     sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
-    watched, searches = Utilisation(), []
-    search = watched._search
-    monkeypatch.setattr(watched, "_search", lambda known: searches.append(1) or search(known))
+    monitored, searches = ResourceMonitor(), []
+    search = monitored._search
+    monkeypatch.setattr(monitored, "_search", lambda known: searches.append(1) or search(known))
 
     def found(*processes):
-        watched.sample()
-        return {process.pid for process in processes} <= set(watched.samples[-1].workers)
+        monitored.sample()
+        return {process.pid for process in processes} <= set(monitored.samples[-1].workers)
 
     with subprocess.Popen(sleeper) as first:
         assert found(first) and found(first) and len(searches) == 1
@@ -116,10 +116,10 @@ def test_a_search_waits_for_other_children(monkeypatch):
 
 def test_a_process_that_has_ended_is_no_error():
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
-        watched = Utilisation(process.pid)
-    watched.sample()
-    watched.sample()
-    assert watched.usage().main_cpu is None
+        monitored = ResourceMonitor(process.pid)
+    monitored.sample()
+    monitored.sample()
+    assert monitored.usage().main_cpu is None
 
 
 class FakeNvml:
@@ -173,9 +173,9 @@ def test_a_busy_gpu():
 
     pytest.importorskip("pynvml")
     matrix = torch.rand(8192, 8192, device="cuda")
-    with Utilisation(interval=0.1) as watched:
+    with ResourceMonitor(interval=0.1) as monitored:
         end = time.monotonic() + 2
         while time.monotonic() < end:
             matrix @ matrix
             torch.cuda.synchronize()
-    assert watched.usage().gpu > 0.5
+    assert monitored.usage().gpu > 0.5

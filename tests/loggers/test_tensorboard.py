@@ -1,6 +1,5 @@
-"""The event file beside stock's scalars: speed of every epoch, pictures, settings with their final scores."""
+"""The event file beside stock's scalars: speed of every epoch, images, settings with their final scores."""
 
-import inspect
 import time
 
 import numpy as np
@@ -10,7 +9,7 @@ from PIL import Image
 
 from utils.loggers.monitor import Usage
 from utils.loggers.results import RunReport
-from utils.loggers.tensorboard import Board, NullBoard, run_settings
+from utils.loggers.tensorboard import TensorBoardLogger, run_settings
 
 accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
@@ -21,12 +20,12 @@ def events_of(folder):
     return events
 
 
-def run(folder, watched_ranks=1, epochs=2, **options):
+def run(folder, world_size=1, epochs=2):
     """A run of two batches an epoch, [4 x 3 x 32 x 32] each."""
     (folder / "opt.yaml").write_text("epochs: 2\nadam: true\nimg_size: [32, 32]\nname: exp\ncfg: null\n")
     (folder / "hyp.yaml").write_text("lr0: 0.01\n")
     Image.new("RGB", (3000, 1500), "red").save(folder / "test_batch0_pred.jpg")
-    report = RunReport(folder, epochs, ["a", "b"], watched_ranks=watched_ranks, **options)
+    report = RunReport(folder, epochs, ["a", "b"], world_size=world_size)
     report.also(lambda: {"readback/waits": 7})
     for epoch in range(epochs):
         for items in report.epoch(epoch, [(0.1, 0.2, 0.3, 0.6)] * 2, 2):
@@ -39,7 +38,7 @@ def run(folder, watched_ranks=1, epochs=2, **options):
 
 
 def test_speed_is_that_of_the_training_part(tmp_path):
-    run(tmp_path, watched_ranks=2)
+    run(tmp_path, world_size=2)
     events = events_of(tmp_path)
     rates = events.Scalars("speed/images_per_second")
     seconds = events.Scalars("speed/training_seconds")
@@ -51,7 +50,7 @@ def test_speed_is_that_of_the_training_part(tmp_path):
     assert 0 <= events.Scalars("speed/main_cpu")[0].value < 4
 
 
-def test_pictures_of_mosaics_and_predictions(tmp_path):
+def test_images_of_mosaics_and_predictions(tmp_path):
     run(tmp_path)
     events = events_of(tmp_path)
     assert set(events.Tags()["images"]) == {
@@ -84,18 +83,19 @@ def test_gpu_use_is_written_where_it_is_measured(tmp_path):
         def add_scalar(self, tag, value, step):
             self[tag] = value
 
-    board = Board(Writer(), tmp_path)
-    board.begin_epoch()
-    board.batch(3)
-    board.watched.usage = lambda end: Usage(1.0, main_cpu=0.2, gpu=0.9)
-    board.end_epoch(0)
-    board.watched.stop()
-    assert board.writer["speed/gpu_utilisation"] == 0.9 and board.writer["speed/main_cpu"] == 0.2
-    assert "speed/worker_cpu" not in board.writer
+    tensorboard = TensorBoardLogger(Writer(), tmp_path)
+    tensorboard.begin_epoch()
+    tensorboard.batch(3)
+    tensorboard.monitor.usage = lambda end: Usage(1.0, main_cpu=0.2, gpu=0.9)
+    tensorboard.end_epoch(0, {"x/lr0": 0.1})
+    tensorboard.monitor.stop()
+    written = tensorboard.writer
+    assert (written["speed/gpu_utilisation"], written["speed/main_cpu"], written["x/lr0"]) == (0.9, 0.2, 0.1)
+    assert "speed/worker_cpu" not in written
 
 
 def test_compilation_is_not_part_of_the_speed(tmp_path):
-    report = RunReport(tmp_path, 1, ["a"], pictures=False, watched_ranks=1)
+    report = RunReport(tmp_path, 1, ["a"], images=False)
     for _ in report.epoch(0, [None], 1):
         time.sleep(0.5)
         report.exclude(0.4)
@@ -107,7 +107,7 @@ def test_compilation_is_not_part_of_the_speed(tmp_path):
 
 
 def test_late_losses_belong_to_the_training_part(tmp_path):
-    report = RunReport(tmp_path, 1, ["a"], pictures=False, watched_ranks=1)
+    report = RunReport(tmp_path, 1, ["a"], images=False)
     for _ in report.epoch(0, [None], 1):
         report.batch(torch.zeros(0, 4), torch.zeros(2, 3, 8, 8), torch.zeros(0, 6), ["a", "b"])
     time.sleep(0.2)  # the device is still at it
@@ -118,26 +118,17 @@ def test_late_losses_belong_to_the_training_part(tmp_path):
 
 
 def test_an_epoch_without_batches(tmp_path):
-    report = RunReport(tmp_path, 1, ["a"], pictures=False, watched_ranks=1)
+    report = RunReport(tmp_path, 1, ["a"], images=False)
     list(report.epoch(0, [], 0))
     report.epoch_done((0,) * 7, (0.01,) * 3)
     report.finish()
     assert "speed/images_per_second" not in events_of(tmp_path).Tags()["scalars"]
 
 
-def test_null_board_has_the_same_methods():
-    def signatures(cls):
-        methods = inspect.getmembers(cls, inspect.isfunction)
-        return {name: inspect.signature(method) for name, method in methods if not name.startswith("_")}
-
-    assert signatures(NullBoard) == signatures(Board)
-
-
-def test_small_pictures_are_not_enlarged(tmp_path):
+def test_small_images_are_not_enlarged(tmp_path):
     shown = []
-    board = Board(
-        type("Writer", (), {"add_image": lambda self, tag, picture, dataformats: shown.append(picture)})(), tmp_path
-    )
+    writer = type("Writer", (), {"add_image": lambda self, tag, image, dataformats: shown.append(image)})()
+    tensorboard = TensorBoardLogger(writer, tmp_path)
     for number in range(5):
-        board.mosaic(np.zeros((10, 20, 3), np.uint8), number)
-    assert [picture.shape for picture in shown] == [(10, 20, 3)] * 3
+        tensorboard.mosaic(np.zeros((10, 20, 3), np.uint8), number)
+    assert [image.shape for image in shown] == [(10, 20, 3)] * 3

@@ -10,9 +10,9 @@ DETECTIONS = torch.tensor([[20.0, 20.0, 40.0, 30.0, 0.9, 3.0], [0.0, 0.0, 100.0,
 
 def test_rows_are_normalised_by_the_image(tmp_path):
     files = TextFiles(tmp_path / "run" / "labels")
-    files.add("images/some.picture.jpg", DETECTIONS, (50, 100))
-    assert [path.name for path in files.folder.iterdir()] == ["some.picture.txt"]
-    assert (files.folder / "some.picture.txt").read_text() == "3 0.3 0.5 0.2 0.2\n0 0.5 0.5 1 1\n"
+    files.add("images/some.image.jpg", DETECTIONS, (50, 100))
+    assert [path.name for path in files.folder.iterdir()] == ["some.image.txt"]
+    assert (files.folder / "some.image.txt").read_text() == "3 0.3 0.5 0.2 0.2\n0 0.5 0.5 1 1\n"
 
 
 def test_confidence_is_the_last_column(tmp_path):

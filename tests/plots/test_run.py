@@ -1,4 +1,4 @@
-"""Pictures: what is drawn where, that inputs stay as they were, and that odd inputs give a picture or a sentence."""
+"""Plots: what is drawn where, that inputs stay as they were, and that odd inputs give a plot or a sentence."""
 
 import sys
 import threading
@@ -23,10 +23,10 @@ def write_results(path, map50=(0.1, 0.3, 0.2)):
 
 
 def size_of(path):
-    """Width and height of a picture that holds more than one colour."""
-    with Image.open(path) as picture:
-        assert np.ptp(np.asarray(picture.convert("L"))) > 100
-        return picture.size
+    """Width and height of an image that holds more than one colour."""
+    with Image.open(path) as image:
+        assert np.ptp(np.asarray(image.convert("L"))) > 100
+        return image.size
 
 
 # ---- image grids
@@ -96,11 +96,11 @@ def test_nan_boxes_and_unknown_classes_do_no_harm():
 
 def test_output_to_targets_by_hand():
     output = [torch.tensor([(10.0, 20, 30, 60, 0.9, 3)]), torch.zeros(0, 6), torch.tensor([(0.0, 0, 100, 200, 0.5, 1)])]
-    rows = run.output_to_targets(output, width=100, height=200)
+    rows = image_grid.output_to_targets(output, width=100, height=200)
     np.testing.assert_allclose(
         rows, [(0, 3, 0.2, 0.2, 0.2, 0.2, 0.9), (2, 1, 0.5, 0.5, 1, 1, 0.5)], rtol=1e-6
     )  # fmt: skip
-    assert run.output_to_targets([], 100, 100).shape == (0, 7)
+    assert image_grid.output_to_targets([], 100, 100).shape == (0, 7)
 
 
 def test_class_names_from_lists_dicts_and_nothing():
@@ -118,8 +118,8 @@ def test_class_names_that_cannot_be_drawn_as_they_are(tmp_path, recwarn):
     assert drawn == ["é", "\\u540d", "a\\nb", "$x$y", "\\ud800"]
     images, rows = np.zeros((1, 3, 64, 64), np.uint8), np.array([(0, index, 0.5, 0.5, 0.4, 0.4) for index in range(5)])
     image_grid.plot_images(images, rows, ["名\n.jpg"], tmp_path / "grid.jpg", names)
-    chart = run.plot_labels(np.array([(index, 0.5, 0.5, 0.4, 0.4) for index in range(5)]), names, tmp_path)
-    assert size_of(tmp_path / "grid.jpg") and size_of(chart)
+    plot = run.plot_labels(np.array([(index, 0.5, 0.5, 0.4, 0.4) for index in range(5)]), names, tmp_path)
+    assert size_of(tmp_path / "grid.jpg") and size_of(plot)
     assert not [warning for warning in recwarn if "Glyph" in str(warning.message)]
 
 
@@ -138,7 +138,7 @@ def test_half_lines_untested_epochs_and_nan_are_understood(tmp_path):
     assert run.plot_results(tmp_path) == tmp_path / "results.png"
 
 
-def test_results_pictures(tmp_path):
+def test_plots_of_results(tmp_path):
     write_results(tmp_path / "results.txt")
     other = write_results(tmp_path / "other.txt", map50=(0.0, 0.5))
     assert size_of(run.plot_results(tmp_path))[0] > 2000
@@ -182,7 +182,7 @@ def test_confusion_matrix(num_classes, tmp_path):
     assert path.name == "confusion_matrix.png" and size_of(path)[0] > 800
 
 
-def test_labels_picture(tmp_path, caplog):
+def test_plot_of_labels(tmp_path, caplog):
     rng = np.random.default_rng(0)
     labels = np.concatenate((rng.integers(0, 50, (1000, 1)), rng.random((1000, 4))), axis=1)
     assert size_of(run.plot_labels(labels, {0: "zero"}, tmp_path))[0] > 1000
@@ -190,7 +190,7 @@ def test_labels_picture(tmp_path, caplog):
     assert "no labels" in caplog.text
 
 
-def test_evolution_picture_and_its_columns(tmp_path):
+def test_plot_of_evolution_and_its_columns(tmp_path):
     table = np.random.default_rng(0).random((4, 9))
     np.savetxt(tmp_path / "evolve.txt", table, header="P R mAP mAP box obj cls lr0 lrf")
     assert size_of(run.plot_evolution(tmp_path / "evolve.txt", ["lr0", "lrf"], tmp_path))
@@ -198,12 +198,12 @@ def test_evolution_picture_and_its_columns(tmp_path):
         run.plot_evolution(tmp_path / "evolve.txt", ["lr0", "lrf", "box"], tmp_path)
 
 
-def test_study_picture(tmp_path):
+def test_plot_of_a_study(tmp_path):
     np.savetxt(tmp_path / "study_coco_tiny.txt", np.random.default_rng(0).random((3, 13)))
     assert size_of(run.plot_study([tmp_path / "study_coco_tiny.txt"], tmp_path / "study.png"))
 
 
-def test_pictures_touch_no_random_generator_and_no_pyplot(tmp_path):
+def test_plots_touch_no_random_generator_and_no_pyplot(tmp_path):
     np.random.seed(5)
     torch.manual_seed(5)
     expected = np.random.random(), torch.rand(1).item()
@@ -229,7 +229,7 @@ def test_background_runs_in_another_thread_in_order():
     assert {name.split("_")[0] for _, name in seen} == {"plots"}
 
 
-def test_background_error_is_logged_and_the_next_picture_drawn(caplog):
+def test_background_error_is_logged_and_the_next_plot_drawn(caplog):
     seen = []
     run.in_background(image_grid.plot_images, np.zeros((0, 3, 8, 8)), np.zeros((0, 6)), fname="nothing.jpg")
     run.in_background(seen.append, 1)

@@ -62,8 +62,8 @@ def test_map_within_one_point(a, b, verdict, found):
 def test_sides():
     parsed = Side.parse("B", "USE_COMPILE=1 --fast-loss --name 'a b'")
     assert parsed.flags == ["--fast-loss", "--name", "a b"] and parsed.environment == {"USE_COMPILE": "1"}
-    assert parsed.in_words() == "USE_COMPILE=1 --fast-loss --name a b"
-    assert Side.parse("A", "").in_words() == "no flag"
+    assert parsed.describe() == "USE_COMPILE=1 --fast-loss --name a b"
+    assert Side.parse("A", "").describe() == "no flag"
 
 
 def test_a_side_of_a_single_flag():
@@ -80,7 +80,7 @@ def test_cells():
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "train_program", lambda: test_runner.FAKE)
+    monkeypatch.setattr(runner, "TRAIN", test_runner.FAKE)
     monkeypatch.setattr(runner, "POLL", 0.02)
     (tmp_path / "hyp.yaml").write_text("lr0: 0.1\n")
     return ["--hyp", str(tmp_path / "hyp.yaml")]

@@ -1,4 +1,4 @@
-"""The embedded data set: deterministic, labels that fit the pictures, and manners towards other people's folders."""
+"""The embedded data set: deterministic, labels that fit the images, and manners towards other people's folders."""
 
 import json
 

@@ -2,18 +2,19 @@
 
 import itertools
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+import torch
 
 from tools import ab_compare
 from tools.approval import loader_checks
 from tools.approval.setup import NotMeasured, Setup, expect, same_results
 from tools.experiments import runner
+from tools.experiments.markdown import median, show
 from utils.config.flags import TRAIN_FLAGS
 from utils.config.options import train_parser
-from utils.system.files import PROJECT_ROOT
+from utils.engine.checkpoint import read_checkpoint
+from utils.run import fast_paths
 
 SHORTCUT = """import sys
 sys.argv = ['train.py', '--fast-dataloader', '--workers', '8']
@@ -26,23 +27,11 @@ TIMEOUT_PERFORMANCE = 3600  # seconds for one run of the performance comparison
 FIRST_EPOCH, LATER_EPOCHS = 0.01, 0.25
 
 
-def call(*words, environment=None):
-    """Run Python with `words` in the project's folder."""
-    return subprocess.run(
-        [sys.executable, *words], cwd=PROJECT_ROOT, capture_output=True, text=True, timeout=600,
-        env=os.environ | (environment or {}),
-    )  # fmt: skip
-
-
-def has_compile():
-    return any(PROJECT_ROOT.glob("utils/compile*.py"))
-
-
 # ---- stage 1 ---------------------------------------------------------------------------------------------------------
 
 
 def help_names_every_flag(setup):
-    answer = call("train.py", "--help")
+    answer = runner.call_python("train.py", "--help")
     expect(answer.returncode == 0, f"train.py --help ended with {answer.returncode}")
     missing = [flag.name for flag in TRAIN_FLAGS.values() if flag.name not in answer.stdout]
     expect(not missing, f"train.py --help does not name {', '.join(missing)}")
@@ -50,8 +39,6 @@ def help_names_every_flag(setup):
 
 
 def off_by_default(setup):
-    from utils.run import fast_paths
-
     opt = train_parser().parse_args([])
     opt_in = [flag for flag in TRAIN_FLAGS.values() if flag.stage]
     wrong = [flag.name for flag in opt_in if getattr(opt, flag.dest) not in (False, 0, None)]
@@ -61,14 +48,14 @@ def off_by_default(setup):
 
 
 def the_shortcut(setup):
-    answer = call("-c", SHORTCUT)
+    answer = runner.call_python("-c", SHORTCUT)
     expect(answer.stdout.split() == ["True", "False", "False"], f"printed {answer.stdout!r} {answer.stderr[-200:]!r}")
     return "--fast-dataloader leaves the two flags that it stands for off: True False False"
 
 
 def wrong_values_are_refused(setup):
     for words in WRONG:
-        answer = call("train.py", "--cfg", setup.cfg, "--project", str(setup.out / "runs"), *words)
+        answer = runner.call_python("train.py", "--cfg", setup.cfg, "--project", str(setup.out / "runs"), *words)
         expect(answer.returncode == 2, f"{' '.join(words)}: exit status {answer.returncode} instead of 2")
         expect("Traceback" not in answer.stderr, f"{' '.join(words)}: a traceback instead of a sentence")
     return f"{len(WRONG)} wrong command lines, each refused with a sentence"
@@ -85,21 +72,17 @@ def a_run_without_flags(setup: Setup):
 
 
 def compiled_run(setup: Setup):
-    if not has_compile():
-        raise NotMeasured("USE_COMPILE is not in this version")
     eager = setup.train("no flag")
     run = setup.train("USE_COMPILE=1", environment={"USE_COMPILE": "1"})
     equality = same_results(eager, run, LATER_EPOCHS)
     if "Model compiled successfully" in run.log():
         return f"Model compiled successfully; {equality}"
-    warning = next((line for line in run.log().splitlines() if "compile" in line.lower()), None)
+    warning = next((line for line in run.log().splitlines() if "compile" in line.lower()), "")
     expect(warning, "neither 'Model compiled successfully' nor a warning about falling back")
     return f"fell back to eager: {warning.strip()}; {equality}"
 
 
 def same_keys(setup: Setup):
-    from utils.engine.checkpoint import read_checkpoint
-
     files = [setup.folder_of(name) / "weights" / "last.pt" for name in ("no flag", "USE_COMPILE=1")]
     if not files[1].is_file():
         raise NotMeasured("there is no compiled run")
@@ -109,10 +92,8 @@ def same_keys(setup: Setup):
 
 
 def diagnosis(setup: Setup):
-    if not has_compile():
-        raise NotMeasured("DIAGNOSE_COMPILE is not in this version")
     place = ["--project", str(setup.out / "runs"), "--name", "diagnosis", "--exist-ok"]
-    answer = call("train.py", *setup.arguments(1), *place, environment={"DIAGNOSE_COMPILE": "1"})
+    answer = runner.call_python("train.py", *setup.arguments(1), *place, environment={"DIAGNOSE_COMPILE": "1"})
     (setup.out / "diagnosis.txt").write_text(answer.stdout + answer.stderr)
     expect(answer.returncode == 0, f"exit status {answer.returncode}: {answer.stderr[-300:]}")
     expect("DYNAMO EXPLANATION REPORT" in answer.stdout, "no DYNAMO EXPLANATION REPORT was printed")
@@ -124,34 +105,26 @@ def diagnosis(setup: Setup):
 
 
 def combinations(on_gpu, everything):
-    """[(flags, environment)] to train with: loader, loss and step combined; --fast; compile with none and all.
+    """[(name, flags, environment)] to train with: loader, loss and step combined; --fast; compile with none and all.
 
     With `everything`, compile joins every combination.
     """
     loaders = ["", "--persistent-workers", "--worker-tensor", "--fast-dataloader"]
-    losses = ["", "--fast-loss"]
-    steps = ["", "--fast-step", *(["--fast-step --cuda-graph"] if on_gpu else [])]
-    flags = [" ".join(filter(None, chosen)).split() for chosen in itertools.product(loaders, losses, steps)]
-    chosen = [(words, {}) for words in [*flags, ["--fast"]]]
-    if has_compile():
-        chosen += [(words, {"USE_COMPILE": "1"}) for words in (flags if everything else (flags[0], flags[-1]))]
-    return chosen
+    steps = ["", "--fast-step"] + (["--fast-step --cuda-graph"] if on_gpu else [])
+    flags = [" ".join(chosen).split() for chosen in itertools.product(loaders, ["", "--fast-loss"], steps)]
+    compiled = flags if everything else [flags[0], flags[-1]]
+    return [(" ".join(words) or "no flag", words, {}) for words in [*flags, ["--fast"]]] + [
+        (" ".join(["USE_COMPILE=1", *words]), words, {"USE_COMPILE": "1"}) for words in compiled
+    ]
 
 
 def gpu_is_used(setup):
     """Whether the runs of this setup train on a GPU."""
-    if setup.device == "cpu":
-        return False
-    import torch
-
-    return torch.cuda.is_available()
+    return setup.device != "cpu" and torch.cuda.is_available()
 
 
 def all_combinations(setup: Setup):
-    chosen = [
-        (" ".join([*(f"{key}={value}" for key, value in environment.items()), *words]) or "no flag", words, environment)
-        for words, environment in combinations(gpu_is_used(setup), setup.all_combinations)
-    ]
+    chosen = combinations(gpu_is_used(setup), setup.all_combinations)
     reference, largest = None, [0.0] * 3
     for (name, *_), run in zip(chosen, setup.train_all(chosen, epochs=3), strict=True):
         losses = [row[runner.LOSS] for row in run.rows]
@@ -174,17 +147,16 @@ def performance(setup: Setup):
     a, b = ab_compare.Side.parse("A", ""), ab_compare.Side.parse("B", "--fast")
     out = setup.out / "ab"
     runs = ab_compare.compare(base, a, b, out, setup.repeats, 0, TIMEOUT_PERFORMANCE)
-    rates = [ab_compare.middle(ab_compare.measure(side)["images_per_second"]) for side in runs.values()]
+    measured = {name: ab_compare.measure(side) for name, side in runs.items()}
+    before, after = (median(side["images_per_second"]) for side in measured.values())
     setup.comparison = {
         "verdicts": {target: rest for target, *rest in ab_compare.write(out, runs, a, b, base)},
         "memory": [run.memory for run in runs["B"]],
-        "step_ms": setup.batch / rates[1] * 1e3 if rates[1] else None,
-        "worker_cpu": ab_compare.middle(ab_compare.measure(runs["B"])["worker_cpu"]),
+        "step_ms": setup.batch_size / after * 1e3 if after else None,
+        "worker_cpu": median(measured["B"]["worker_cpu"]),
     }
-    for side, name in zip(runs.values(), ("A: no flag", f"B: {b.in_words()}"), strict=True):
-        setup.curves[name] = side[0].rows
-    before, after = (ab_compare.show(rate, "{:,.0f} img/s") for rate in rates)
-    return f"no flag: {before}, {b.in_words()}: {after}; {out}/report.md"
+    setup.curves |= {"A: no flag": runs["A"][0].rows, "B: --fast": runs["B"][0].rows}
+    return f"no flag: {show(before, '{:,.0f} img/s')}, --fast: {show(after, '{:,.0f} img/s')}; {out}/report.md"
 
 
 def compared(setup, key):
@@ -219,7 +191,7 @@ def step_time(setup: Setup):
     milliseconds = compared(setup, "step_ms")
     if not gpu_is_used(setup) or milliseconds is None:
         raise NotMeasured("no GPU")
-    if (Path(setup.cfg).name, setup.img, setup.batch) != ("yolov7.yaml", 320, 64):
+    if (Path(setup.cfg).name, setup.img, setup.batch_size) != ("yolov7.yaml", 320, 64):
         raise NotMeasured(f"asked of yolov7 at 320 px with batch 64; here {milliseconds:.1f} ms")
     expect(milliseconds < 25, f"{milliseconds:.1f} ms")
     return f"{milliseconds:.1f} ms"

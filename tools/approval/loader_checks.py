@@ -3,20 +3,26 @@
 import gc
 import hashlib
 import io
-import logging
 import os
 import signal
 import time
-from contextlib import contextmanager, redirect_stderr
+import unittest
+from contextlib import redirect_stderr
 from types import SimpleNamespace
 
 import psutil
 
 from tools.approval.setup import Failed, NotMeasured, Setup, children, expect, same_results
+from tools.bench_loader import in_process
+from utils.config.data_yaml import load_data_yaml
+from utils.config.hyp import load_hyp
+from utils.data.worker_errors import LoaderError
+from utils.datasets import create_dataloader
 
 PERSISTENT, TENSOR = {"persistent_workers": True}, {"worker_tensor": True}
 BOTH = PERSISTENT | TENSOR
 LEAK_EPOCHS, GROWTH = 12, 0.02  # memory may grow by this share from the fourth epoch to the last
+PATIENCE = 30  # seconds after which a killed worker has to be noticed
 
 
 # ---- tools of these checks -------------------------------------------------------------------------------------------
@@ -24,16 +30,11 @@ LEAK_EPOCHS, GROWTH = 12, 0.02  # memory may grow by this share from the fourth 
 
 def open_loader(setup: Setup, workers=0, batch=None, **flags):
     """The training loader of the setup with --seed 7; returns (loader, dataset)."""
-    from utils.config.data_yaml import load_data_yaml
-    from utils.config.hyp import load_hyp
-    from utils.datasets import create_dataloader
-
-    data = load_data_yaml(setup.data, False)
-    options = {"seed": 7} | flags
     with redirect_stderr(io.StringIO()):  # without the progress bar of the scan
         return create_dataloader(
-            data.train, setup.img, batch or setup.batch, 32, SimpleNamespace(single_cls=False),
-            hyp=load_hyp(setup.hyp), augment=True, workers=workers, **options,
+            load_data_yaml(setup.data, False).train or "", setup.img, batch or setup.batch_size, 32,
+            SimpleNamespace(single_cls=False), hyp=load_hyp(setup.hyp), augment=True, workers=workers,
+            **{"seed": 7} | flags,
         )  # fmt: skip
 
 
@@ -48,54 +49,41 @@ def digests(loader, epochs=2):
     return found
 
 
-def reference_digests(setup, batch=None):
-    """Those of the loader without workers and flags, but with --seed."""
-    return digests(open_loader(setup, 0, batch)[0])
-
-
 def expect_equal(setup, variants, batch=None):
-    """Every variant (workers, flags) gives the batches of the reference."""
-    reference = reference_digests(setup, batch)
+    """Every variant (workers, flags) gives the batches of the loader without workers and flags, but with --seed."""
+    reference = digests(open_loader(setup, 0, batch)[0])
     for workers, flags in variants:
-        loader, _ = open_loader(setup, workers, batch, **flags)
-        expect(digests(loader) == reference, f"{workers} workers, {flags}: other batches than without flags")
-        del loader
-        gc.collect()
+        found = digests(open_loader(setup, workers, batch, **flags)[0])
+        expect(found == reference, f"{workers} workers, {flags}: other batches than without flags")
+        gc.collect()  # ends the workers
     return f"{len(reference)} batches of two epochs bit-equal in {len(variants)} variants"
 
 
 def expect_nothing_left(before):
+    """The workers of a loader that is gone have ended; `before` are the processes that were there before it."""
+    gc.collect()
     deadline = time.monotonic() + 10
     while children() - before and time.monotonic() < deadline:
         time.sleep(0.1)
     expect(not children() - before, "workers were left behind")
 
 
-@contextmanager
-def log_messages(name):
-    """What a logger says meanwhile."""
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger(name)
-    logger.addHandler(handler)
-    level = logger.level
-    logger.setLevel(logging.WARNING)
+def loader_error(*epochs):
+    """What a loader says whose worker does not work any more, when it is read for these epochs."""
     try:
-        yield messages
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+        for batches in epochs:
+            list(batches)
+    except LoaderError as error:
+        return str(error)
+    raise Failed("the loader did not notice that a worker does nothing any more")
 
 
 def measure_loaders(setup, variants):
     """Speed of loaders that run in turns, each in a process of its own: numbers for the report; {name: numbers}."""
-    from tools.bench_loader import in_process
-
     _, dataset = open_loader(setup)
     found = {}
     for name, flags in variants.items():
-        options = SimpleNamespace(img=setup.img, batch=setup.batch, workers=setup.workers, epochs=3,
+        options = SimpleNamespace(img=setup.img, batch=setup.batch_size, workers=setup.workers, epochs=3,
                                   micro_batch_size=flags.get("micro_batch_size", 0), prefetch_factor=None)  # fmt: skip
         chosen = {key: value for key, value in flags.items() if key != "micro_batch_size"}
         found[name] = numbers = in_process(dataset, options, chosen)
@@ -134,7 +122,6 @@ def workers_live_on(setup):
         seen.append(children() - before)
     expect(seen[0] and seen[0] == seen[1] == seen[2], f"worker processes changed between epochs: {seen}")
     del loader
-    gc.collect()
     expect_nothing_left(before)
     return f"{len(seen[0])} processes, the same in three epochs, gone with the loader"
 
@@ -142,14 +129,15 @@ def workers_live_on(setup):
 def prefetch_reaches_the_loader(setup):
     loader, _ = open_loader(setup, 1, prefetch_factor=4)
     expect(loader.loader.prefetch_factor == 4, f"--prefetch-factor 4 became {loader.loader.prefetch_factor}")
-    reference = reference_digests(setup)
-    expect(digests(loader) == reference, "other batches with --prefetch-factor 4")
+    del loader
+    expect_equal(setup, [(1, {"prefetch_factor": 4})])
     return "--prefetch-factor 4 is what the workers prepare ahead, equal batches"
 
 
 def no_workers_is_one_warning(setup):
-    with log_messages("utils.data.fast.loader") as messages:
+    with unittest.TestCase().assertLogs("utils.data", "WARNING") as logged:
         open_loader(setup, 0, **BOTH)
+    messages = [record.getMessage() for record in logged.records]
     expect(len(messages) == 1 and "no loader workers" in messages[0], f"expected one warning, got {messages}")
     return messages[0]
 
@@ -184,26 +172,16 @@ def main_process_is_idle(setup):
 
 
 def a_killed_worker_is_said(setup):
-    from utils.data.worker_errors import LoaderError
-
     before = children()
     loader, _ = open_loader(setup, 2, **TENSOR)
     batches = iter(loader)
     next(batches)
     os.kill(min(children() - before), signal.SIGKILL)
     started = time.monotonic()
-    try:
-        for _ in range(3):
-            list(batches)
-            batches = iter(loader)
-    except LoaderError as error:
-        message = str(error)
-    else:
-        raise Failed("a worker was killed and nobody noticed")
+    message = loader_error(batches, loader, loader)
     seconds = time.monotonic() - started
-    expect(seconds < 30, f"it took {seconds:.0f} s to notice a killed worker")
+    expect(seconds < PATIENCE, f"it took {seconds:.0f} s to notice a killed worker")
     del batches, loader
-    gc.collect()
     expect_nothing_left(before)
     return f"after {seconds:.1f} s: {message}"
 
@@ -225,9 +203,8 @@ def no_leak(setup):
 
 
 def micro_batches_are_equal(setup):
-    odd = setup.batch - 1 if setup.batch > 2 else setup.batch  # leaves a partial last batch
-    sizes = sorted({1, 3, odd, 0})
-    return expect_equal(setup, [(2, TENSOR | {"micro_batch_size": size}) for size in sizes], batch=odd)
+    odd = setup.batch_size - 1 if setup.batch_size > 2 else setup.batch_size  # leaves a partial last batch
+    return expect_equal(setup, [(2, TENSOR | {"micro_batch_size": size}) for size in sorted({0, 1, 3, odd})], odd)
 
 
 def another_collation(setup):
@@ -237,8 +214,6 @@ def another_collation(setup):
 
 
 def a_stuck_worker_is_said(setup):
-    from utils.data.worker_errors import LoaderError
-
     if not hasattr(signal, "SIGSTOP"):
         raise NotMeasured("this system cannot stop a process")
     before = children()
@@ -248,17 +223,11 @@ def a_stuck_worker_is_said(setup):
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
     try:
-        for _ in range(3):
-            list(loader)
-    except LoaderError as error:
-        message = str(error)
-    else:
-        raise Failed("the worker stood still and the loader did not say so")
+        message = loader_error(loader, loader, loader)
     finally:
         for pid in stopped & children():
             os.kill(pid, signal.SIGCONT)
     del loader
-    gc.collect()
     expect_nothing_left(before)
     return message
 

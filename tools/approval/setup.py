@@ -31,7 +31,7 @@ class NotMeasured(Exception):
 
 
 @dataclass
-class Finding:
+class CheckResult:
     """`status` is passed, failed, not measured, or NOT_MADE: the stage has not come to it."""
 
     name: str
@@ -49,7 +49,7 @@ class Setup:
     cfg: str = "cfg/training/yolov7-tiny.yaml"
     hyp: str = ""
     img: int = 64
-    batch: int = 8
+    batch_size: int = 8
     workers: int = 2
     device: str = ""
     subset: int | None = None
@@ -67,12 +67,7 @@ class Setup:
         """Draw the embedded data where none is given. Hyper-parameters default to the tiny ones, with OTA."""
         self.out.mkdir(parents=True, exist_ok=True)
         if not self.data:
-            folder = (self.out.parent / "shapes").resolve()
-            with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
-                make_shapes(folder, train=64, val=16, size=self.img, seed=0)
-            self.data = str(self.out / "shapes.yaml")
-            content = {"path": str(folder), "train": "images/train", "val": "images/val", "nc": len(NAMES)}
-            Path(self.data).write_text(yaml.safe_dump(content | {"names": list(NAMES)}, sort_keys=False))
+            self.data = draw_shapes(self.out.parent / "shapes", 64, 16, self.img)
             if not self.hyp:
                 base = PROJECT_ROOT / "data" / "hyp.shapes.yaml"
                 self.hyp = str(runner.write_hyp(base, {"loss_ota": 1, "lr0": 0.003}, self.out / "hyp.yaml"))
@@ -81,13 +76,13 @@ class Setup:
     def arguments(self, epochs, *flags, small=True):
         """A command line of train.py (words) with the same data, model and --seed for every run."""
         words = ["--data", self.data, "--cfg", self.cfg, "--hyp", self.hyp, "--weights", "", "--img", self.img,
-                 "--batch-size", self.batch, "--workers", self.workers, "--epochs", epochs, "--seed", 0,
+                 "--batch-size", self.batch_size, "--workers", self.workers, "--epochs", epochs, "--seed", 0,
                  "--noautoanchor", "--device", self.device, *self.more, *flags]  # fmt: skip
         if self.subset and small:
             words += ["--subset-size", self.subset]
         return list(map(str, words))
 
-    def in_words(self):
+    def describe(self):
         """The command line that the runs share."""
         return "train.py " + shlex.join(self.arguments(2))
 
@@ -140,27 +135,12 @@ class Setup:
 
     def check_all(self, checks):
         """Make the `checks` {name: function} one after another; yields after each, when a report may be written."""
-        self.findings = [Finding(name, NOT_MADE, "", 0.0) for name in checks]
-        for name, function in checks.items():
-            self.check(name, function)
+        self.findings = [CheckResult(name, NOT_MADE, "", 0.0) for name in checks]
+        for index, (name, check) in enumerate(checks.items()):
+            print(f"  {name} ...", flush=True)
+            self.findings[index] = found = make_check(name, check, self)
+            print(f"    {found.status}: {found.detail}", flush=True)
             yield
-
-    def check(self, name, function):
-        """Make one check and note what came of it."""
-        print(f"  {name} ...", flush=True)
-        started = time.monotonic()
-        try:
-            status, detail = "passed", function(self) or ""
-        except Failed as error:
-            status, detail = "failed", str(error)
-        except NotMeasured as error:
-            status, detail = "not measured", str(error)
-        except Exception as error:  # a check that breaks is a failed check, and the others go on
-            traceback.print_exc()
-            status, detail = "failed", f"{type(error).__name__}: {error}"
-        finding = Finding(name, status, detail, time.monotonic() - started)
-        self.findings = [finding if planned.name == name else planned for planned in self.findings]
-        print(f"    {status}: {detail}", flush=True)
 
     def passed(self):
         """Every check was made, nothing failed, and something was found."""
@@ -169,6 +149,37 @@ class Setup:
 
     def as_dict(self):
         return {"findings": [asdict(finding) for finding in self.findings], "measured": self.measured}
+
+
+def make_check(name, check, *arguments):
+    """The CheckResult of check(*arguments), which returns what it found or raises Failed or NotMeasured."""
+    started = time.monotonic()
+    try:
+        status, detail = "passed", check(*arguments) or ""
+    except Failed as error:
+        status, detail = "failed", str(error)
+    except NotMeasured as error:
+        status, detail = "not measured", str(error)
+    except Exception as error:  # a check that breaks is a failed check, and the others go on
+        traceback.print_exc()
+        status, detail = "failed", f"{type(error).__name__}: {error}"
+    return CheckResult(name, status, detail, time.monotonic() - started)
+
+
+def draw_shapes(folder, train, val, size):
+    """Draw the embedded data set into `folder`, silently; the path of its data yaml, which lies beside the folder."""
+    folder = Path(folder).resolve()
+    with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
+        make_shapes(folder, train=train, val=val, size=size, seed=0)
+    content = {
+        "path": str(folder),
+        "train": "images/train",
+        "val": "images/val",
+        "nc": len(NAMES),
+        "names": list(NAMES),
+    }
+    folder.with_suffix(".yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    return str(folder.with_suffix(".yaml"))
 
 
 def children():

@@ -20,7 +20,7 @@ ONLY_LOOKS = ("utils/loggers/", "utils/plots/")
 
 
 @dataclass(frozen=True)
-class Stage:
+class ApprovalStage:
     """`files` are glob patterns below the project: what the stage is about."""
 
     number: int
@@ -31,12 +31,12 @@ class Stage:
 STAGES = {
     stage.number: stage
     for stage in (
-        Stage(1, "CLI flags", ("utils/config/**/*.py", "utils/run/**/*.py")),
-        Stage(2, "dataloader parameters", LOADER),
-        Stage(3, "worker tensors", LOADER),
-        Stage(4, "micro-batch collation", LOADER),
-        Stage(5, "torch.compile", ("utils/fast/compile*.py", "models/**/*.py")),
-        Stage(6, "integration", RUN),
+        ApprovalStage(1, "CLI flags", ("utils/config/**/*.py", "utils/run/**/*.py")),
+        ApprovalStage(2, "dataloader parameters", LOADER),
+        ApprovalStage(3, "worker tensors", LOADER),
+        ApprovalStage(4, "micro-batch collation", LOADER),
+        ApprovalStage(5, "torch.compile", ("utils/fast/compile*.py", "models/**/*.py")),
+        ApprovalStage(6, "integration", RUN),
     )
 }
 
@@ -97,7 +97,7 @@ class Approvals:
         """Files that changed since the approval of a stage."""
         return changed_files(self.entries[number]["files"], fingerprint(STAGES[number], self.root))
 
-    def in_words(self, number):
+    def describe(self, number):
         """Where a stage stands."""
         if self.holds(number):
             entry = self.entries[number]
@@ -122,7 +122,7 @@ class Approvals:
             if not self.holds(earlier):
                 raise ValueError(
                     f"stage {number} ({STAGES[number].title}) does not run before stage {earlier} "
-                    f"({STAGES[earlier].title}) is approved; stage {earlier}: {self.in_words(earlier)}"
+                    f"({STAGES[earlier].title}) is approved; stage {earlier}: {self.describe(earlier)}"
                 )
 
     def approve(self, number, by, commit, note="", despite_failures=False):

@@ -1,7 +1,6 @@
-"""Train in a process of its own, watch it, and read what it left behind: for trials, comparisons and approvals."""
+"""Run processes: train in a process of its own, watch it, and read what it left behind."""
 
 import csv
-import difflib
 import logging
 import os
 import platform
@@ -9,8 +8,9 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -18,11 +18,10 @@ from pathlib import Path
 
 import yaml
 
-from utils.config.flags import TRAIN_FLAGS
-from utils.config.options import explicit_options, train_parser
-from utils.loggers.monitor import Usage, Utilisation, gpu_name
+from utils.loggers.monitor import ResourceMonitor, Usage, gpu_name
 from utils.system.files import PROJECT_ROOT
 
+TRAIN = [sys.executable, str(PROJECT_ROOT / "train.py")]
 LOG = "output.log"  # in the run folder: what the process printed
 MAP50, LOSS = "metrics/mAP_0.5", "train/total_loss"  # columns of results.csv
 TIMED_OUT, NOT_WANTED = "timed out", "nobody waits for it any more"
@@ -32,7 +31,7 @@ GRACE = 15  # seconds that a process is given to end when it is asked to
 
 
 @dataclass
-class Run:
+class FinishedRun:
     """A training process that has ended.
 
     `status` is completed, stopped (by the caller, who said why in `message`) or failed (`message`: its last words).
@@ -70,16 +69,20 @@ class Run:
         return max((row[column] for row in self.rows if column in row), default=None)
 
     def log(self):
-        return read_log(self.folder)
+        """What the process printed."""
+        path = self.folder / LOG
+        return path.read_text(encoding="utf-8", errors="replace").replace("\r", "\n") if path.is_file() else ""
 
 
-def train_program():
-    """The command that trains; with this interpreter."""
-    return [sys.executable, str(PROJECT_ROOT / "train.py")]
-
-
-def run_training(arguments, folder, on_epoch=None, timeout=None, environment=None, program=None, stop=None):
-    """Train with the command line `arguments` into `folder`, wait for the end, and return the Run.
+def run_training(
+    arguments: Sequence,
+    folder: str | Path,
+    on_epoch: Callable[[list[dict]], str | None] | None = None,
+    timeout: float | None = None,
+    environment: dict[str, str] | None = None,
+    stop: threading.Event | None = None,
+) -> FinishedRun:
+    """Train with the command line `arguments` into `folder`, wait for the end, and return the FinishedRun.
 
     `on_epoch(rows)` is called whenever an epoch is complete; what it returns, if anything, is the reason to stop the
     run. After `timeout` seconds the run is stopped and counts as failed. `environment` adds variables. With everything
@@ -88,12 +91,13 @@ def run_training(arguments, folder, on_epoch=None, timeout=None, environment=Non
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    place = ["--project", str(folder.parent), "--name", folder.name, "--exist-ok"]
-    if "--resume" in arguments:  # continues where it is
-        place = []
-    else:
-        forget_results(folder)
-    command = [*(program or train_program()), *map(str, arguments), *place]
+    place = []
+    if "--resume" not in arguments:  # such a run continues where it is
+        place = ["--project", str(folder.parent), "--name", folder.name, "--exist-ok"]
+        # without what an earlier run left here to read, or a run that fails would seem to have results
+        for path in (folder / LOG, folder / "results.csv", *folder.glob("events.out.tfevents.*")):
+            path.unlink(missing_ok=True)
+    command = [*TRAIN, *map(str, arguments), *place]
     started = time.monotonic()
     with (folder / LOG).open("ab") as log:
         process = subprocess.Popen(
@@ -101,14 +105,14 @@ def run_training(arguments, folder, on_epoch=None, timeout=None, environment=Non
             start_new_session=True,
         )  # fmt: skip
         try:
-            with Utilisation(process.pid, interval=1.0, memory=True) as watched:
+            with ResourceMonitor(process.pid, interval=1.0, memory=True) as monitor:
                 reason = wait_for_end(process, folder, on_epoch, timeout and started + timeout, stop)
         finally:
             end_group(process)
-    run = Run(folder, "completed", seconds=time.monotonic() - started, usage=watched.usage())
+    run = FinishedRun(folder, "completed", seconds=time.monotonic() - started, usage=monitor.usage())
     run.rows, run.speed = read_rows(folder), read_speed(folder)
     start, end = later_epochs(folder, run.rows, started)
-    run.memory = [sample.anonymous for sample in watched.samples if start < sample.time < end]
+    run.memory = [sample.anonymous for sample in monitor.samples if start < sample.time < end]
     if reason == TIMED_OUT:
         run.status, run.message = "failed", f"no end after {timeout:.0f} s: the run was stopped"
     elif reason:
@@ -118,22 +122,18 @@ def run_training(arguments, folder, on_epoch=None, timeout=None, environment=Non
     return run
 
 
-def forget_results(folder):
-    """Remove what an earlier run in the folder left to read, or a run that fails would seem to have results."""
-    for path in (folder / LOG, folder / "results.csv", *folder.glob("events.out.tfevents.*")):
-        path.unlink(missing_ok=True)
-
-
-def wait_for_end(process, folder, on_epoch: Callable | None, deadline, stop=None):
+def wait_for_end(process, folder, on_epoch, deadline, stop):
     """Wait for a training process; why it has to be stopped, or "" when it ended by itself."""
-    results = RowReader(folder)
+    num_rows = len(read_rows(folder))
     while process.poll() is None:
         if deadline and time.monotonic() > deadline:
             return TIMED_OUT
         if stop and stop.is_set():
             return NOT_WANTED
-        if on_epoch and results.has_grown() and (reason := on_epoch(results.rows)):
+        rows = read_rows(folder) if on_epoch else []
+        if len(rows) > num_rows and (reason := on_epoch(rows)):
             return reason
+        num_rows = len(rows)
         time.sleep(POLL)
     return ""
 
@@ -149,28 +149,7 @@ def end_group(process):
     process.wait()
 
 
-def exit_on_sigterm():
-    """Let SIGTERM end this process as an interruption does, so that the training it started ends too."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-
-
-class RowReader:
-    """Notices new rows of a results.csv."""
-
-    def __init__(self, folder):
-        self.folder, self.size, self.rows = Path(folder), None, read_rows(folder)
-
-    def has_grown(self):
-        path = self.folder / "results.csv"
-        size = path.stat().st_size if path.is_file() else None
-        if size == self.size:
-            return False
-        before, self.size = len(self.rows), size
-        self.rows = read_rows(self.folder)
-        return len(self.rows) > before
-
-
-def read_rows(folder):
+def read_rows(folder: str | Path) -> list[dict[str, float]]:
     """results.csv of a run folder: one {column: number} an epoch, without a half line at the end."""
     path = Path(folder) / "results.csv"
     if not path.is_file():
@@ -214,11 +193,6 @@ def later_epochs(folder, rows, started):
     return max(end - sum(row.get("seconds", 0.0) for row in rows[1:]), started), end
 
 
-def read_log(folder):
-    path = Path(folder) / LOG
-    return path.read_text(encoding="utf-8", errors="replace").replace("\r", "\n") if path.is_file() else ""
-
-
 def last_words(log, return_code):
     """What a failed process says about itself: its error line, else its last line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
@@ -226,6 +200,14 @@ def last_words(log, return_code):
     if return_code < 0 and not errors:
         return f"ended by signal {signal.Signals(-return_code).name}"
     return (errors or lines or [f"exit status {return_code}"])[-1].removeprefix("error: ")
+
+
+def call_python(*words, environment=None, timeout=600):
+    """Run Python with `words` in the project's folder; the CompletedProcess with what it printed."""
+    return subprocess.run(
+        [sys.executable, *map(str, words)], cwd=PROJECT_ROOT, capture_output=True, text=True, timeout=timeout,
+        env=os.environ | (environment or {}),
+    )  # fmt: skip
 
 
 def machine():
@@ -256,59 +238,6 @@ def current_commit():
 def _git(*words):
     answer = subprocess.run(["git", *words], cwd=PROJECT_ROOT, capture_output=True, text=True, check=True)
     return answer.stdout.strip()
-
-
-# ---- command lines ---------------------------------------------------------------------------------------------------
-
-
-def override(arguments, overrides):
-    """The command line `arguments` (list of words) of train.py with options replaced: {name: value}, as words.
-
-    True switches a flag on, False and None leave an option out, a list becomes several words.
-    Raises ValueError for a name that train.py does not have.
-    """
-    options = explicit_options(train_parser(), list(arguments))
-    for name, value in overrides.items():
-        dest = name.lstrip("-").replace("-", "_")
-        if dest not in TRAIN_FLAGS:
-            near = difflib.get_close_matches(dest, TRAIN_FLAGS, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"train.py has no option {name!r}{hint}")
-        options[dest] = value
-    words = []
-    for dest, value in options.items():
-        if value is None or value is False:
-            continue
-        words.append(TRAIN_FLAGS[dest].name)
-        words += [] if value is True else map(str, value if isinstance(value, (list, tuple)) else [value])
-    return words
-
-
-def bind_values(words, names):
-    """`words` of a command line with `--b --fast` written as `--b=--fast` for the options in `names`.
-
-    argparse would take such a value for another option.
-    """
-    words, bound = list(words), []
-    while words:
-        word = words.pop(0)
-        bound.append(f"{word}={words.pop(0)}" if word in names and words else word)
-    return bound
-
-
-def check_arguments(arguments, where):
-    """Raise ValueError when train.py would not understand the command line that came from `where`."""
-    parser = train_parser()
-    parser.exit_on_error = False
-    parser.error, parser.print_help = _raise, lambda: None
-    try:
-        parser.parse_args(list(arguments))
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"{where}: train.py does not understand this: {error}") from error
-
-
-def _raise(message):
-    raise ValueError(message)
 
 
 def resume_arguments(folder):

@@ -5,7 +5,6 @@ The table is a CSV with a row for each trial that has ended; it is all that a re
 """
 
 import csv
-import difflib
 import json
 import logging
 import math
@@ -13,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tools.experiments import runner
+from tools.experiments import command_line, runner
 from tools.experiments.runner import LOSS, MAP50
 from utils.config.data_yaml import read_yaml
 from utils.config.flags import TRAIN_FLAGS
@@ -84,9 +83,7 @@ def check_names(names, where):
     known = TRAIN_FLAGS.keys() - RESERVED | {f"hyp.{name}" for name in HYPER_PARAMETERS}
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"{where}: nothing called {name!r} can be set{hint}")
+            raise ValueError(f"{where}: nothing called {name!r} can be set{command_line.did_you_mean(name, known)}")
 
 
 def trial_arguments(base, params, budget, folder):
@@ -96,7 +93,7 @@ def trial_arguments(base, params, budget, folder):
     if changes:
         source = check_file(train_parser().parse_args(base).hyp)
         options["hyp"] = str(runner.write_hyp(source, changes, Path(folder) / "trial_hyp.yaml"))
-    return runner.override(base, budget.overrides() | options)
+    return command_line.override(base, budget.overrides() | options)
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
@@ -134,6 +131,10 @@ class TrialTable:
 
     def folder_of(self, trial_id):
         return self.folder / f"trial_{trial_id:03}"
+
+    def unfinished(self, trial_id):
+        """The overrides of a trial that was interrupted; None when there is none."""
+        return _read_json(self.folder_of(trial_id) / PARAMETERS)
 
     def add(self, trial):
         self.trials[trial.trial_id] = trial
@@ -221,16 +222,17 @@ class Elimination:
         return f"mAP@.5 {rows[-1].get(MAP50, 0.0):.4f} after epoch {epoch} is {behind:.4f} below the best trial's"
 
 
-def run_trial(table, trial_id, params, base, budget, checks, program=None):
+def run_trial(table, trial_id, params, base, budget, checks):
     """Run a trial, or continue it where an interruption left it, and add it to the table; returns the Trial.
 
     Each of `checks` is called with the rows of results.csv after an epoch and may give a reason to eliminate the trial.
     """
     folder = table.folder_of(trial_id)
-    resumed = runner.resume_arguments(folder) if _read_json(folder / PARAMETERS) == _plain(params) else None
+    as_json = json.dumps(params)
+    resumed = runner.resume_arguments(folder) if table.unfinished(trial_id) == json.loads(as_json) else None
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_write(folder / PARAMETERS, "w") as file:
-        json.dump(_plain(params), file)
+        file.write(as_json)
     before = sum(row.get("seconds", 0) for row in runner.read_rows(folder)) if resumed else 0.0
     if resumed:
         logger.info("trial %d continues after an interruption", trial_id)
@@ -241,7 +243,7 @@ def run_trial(table, trial_id, params, base, budget, checks, program=None):
             return None  # it is about to end by itself
         return next((reason for check in checks if (reason := check(rows))), None)
 
-    run = runner.run_training(resumed or trial_arguments(base, params, budget, folder), folder, watch, program=program)
+    run = runner.run_training(resumed or trial_arguments(base, params, budget, folder), folder, watch)
     status = {"completed": "completed", "stopped": "eliminated", "failed": "failed"}[run.status]
     if run.completed and not run.rows:
         status, run.message = "failed", "the run left no results"
@@ -249,16 +251,6 @@ def run_trial(table, trial_id, params, base, budget, checks, program=None):
     trial = Trial(trial_id, params, status, run.last(MAP50), run.last(LOSS), before + run.seconds, curve, run.message)
     table.add(trial)
     return trial
-
-
-def _plain(params):
-    """As JSON gives it back."""
-    return json.loads(json.dumps(params))
-
-
-def unfinished_params(table, trial_id):
-    """The overrides of a trial that was interrupted; None when there is none."""
-    return _read_json(table.folder_of(trial_id) / PARAMETERS)
 
 
 # ---- a space to search -----------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ class Detections(NamedTuple):
     """`rows` [images x 300 x 6: x1, y1, x2, y2, confidence, class] float32, best first; `count` [images] are filled."""
 
     rows: torch.Tensor
-    count: torch.Tensor
+    count: torch.Tensor  # type: ignore[assignment]  # a tuple has a method of this name, which nobody calls
 
     @property
     def valid(self):
@@ -44,7 +44,7 @@ class Candidates(NamedTuple):
 
     rows: torch.Tensor  # [n x 6] as in Detections
     first: torch.Tensor  # [images] where those of an image begin
-    count: torch.Tensor  # [images]
+    count: torch.Tensor  # type: ignore[assignment]  # [images]
 
 
 def non_max_suppression(prediction, conf_thres, iou_thres):

@@ -1,8 +1,8 @@
 """How busy a training run keeps its machine: CPU of the main process and of its workers, GPU, memory.
 
-    with Utilisation() as watched:
+    with ResourceMonitor() as monitor:
         ...
-    print(watched.usage().gpu)
+    print(monitor.usage().gpu)
 
 A thread takes a sample every `interval` seconds. CPU times are the kernel's running totals, so a usage is exact between
 two samples, however rare they are; GPU values are means of what NVML reports, memory is the highest sample.
@@ -46,7 +46,7 @@ class Usage:
 
 
 @dataclass(frozen=True)
-class Sample:
+class ResourceSample:
     """A moment: CPU seconds used so far by the main process and by each child {pid: seconds}; the rest as in Usage.
 
     `anonymous`: GB that are no part of a file or of shared memory, those which a child has from its parent included.
@@ -61,7 +61,7 @@ class Sample:
     anonymous: float | None = None
 
 
-class Utilisation:
+class ResourceMonitor:
     """Watches the process `pid` (this one by default), its children, and the first GPU that this process can see.
 
     `interval` in seconds. `memory` asks for the memory of all processes as well. Counting shared pages once means to
@@ -76,33 +76,39 @@ class Utilisation:
         self._found = None, {}  # children as the kernel told, their psutil.Process by pid, None for helpers
         self._rest_until = 0.0
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="utilisation", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="resource monitor", daemon=True)
 
     def __enter__(self):
-        self.sample()
-        self._thread.start()
+        self.start()
         return self
 
     def __exit__(self, *error):
         self.stop()
 
+    def start(self):
+        """Take the first sample and start the thread, unless it runs."""
+        if not self._thread.is_alive():
+            self.sample()
+            self._thread.start()
+
     def stop(self):
-        """Take the last sample and end the thread; may be called again."""
-        if not self._stop.is_set():
+        """Take the last sample and end the thread, if it runs."""
+        if self._thread.is_alive():
             self._stop.set()
             self._thread.join()
             self.sample()
 
     def sample(self):
         """Note this moment. Call it at the borders of a stretch that `usage` is to be exact about."""
-        gpu, gpu_memory = self.gpu() if self.gpu else (None, None)
+        gpu = self.gpu() if self.gpu else (None, None)
         workers = self._find_workers()
-        memory, anonymous = self._memory_of([self.main, *workers.values()]) if self.memory else (None, None)
+        memory = self._memory_of([self.main, *workers.values()]) if self.memory else (None, None)
         times = {pid: seconds for pid, process in workers.items() if (seconds := cpu_seconds(process)) is not None}
-        self.samples.append(Sample(time.monotonic(), cpu_seconds(self.main), times, gpu, gpu_memory, memory, anonymous))
+        self.samples.append(ResourceSample(time.monotonic(), cpu_seconds(self.main), times, *gpu, *memory))
 
-    def forget(self):
-        """Drop all samples but the last, so that a long run does not collect them."""
+    def restart(self):
+        """Forget all samples before this moment, so that a long run does not collect them."""
+        self.sample()
         del self.samples[:-1]
 
     def usage(self, start=None, end=None):
@@ -137,7 +143,7 @@ class Utilisation:
 
 
 def summarise(samples):
-    """The Usage of consecutive Samples; an empty one for fewer than two."""
+    """The Usage of consecutive ResourceSamples; an empty one for fewer than two."""
     if len(samples) < 2:
         return Usage()
     seconds = samples[-1].time - samples[0].time
@@ -157,7 +163,7 @@ def summarise(samples):
 
 
 def worker_seconds(samples):
-    """CPU seconds that each child {pid: seconds} used between the first and the last Sample that saw it.
+    """CPU seconds that each child {pid: seconds} used between the first and the last ResourceSample that saw it.
 
     A child that was not there at the beginning started at zero.
     """

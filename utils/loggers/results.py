@@ -1,4 +1,4 @@
-"""What a run tells the world: progress bars, results.txt, results.csv, TensorBoard, pictures.
+"""What a run tells the world: progress bars, results.txt, results.csv, TensorBoard, images.
 
 The main process has a RunReport, every other rank a NullReport with the same methods, so that callers never ask.
 """
@@ -7,109 +7,98 @@ import csv
 import logging
 import math
 import time
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from utils.loggers.tensorboard import Board, NullBoard
-from utils.plots.run import in_background, plot_images, plot_labels, plot_results, wait_for_background
+from utils.loggers.tensorboard import NullLogger, open_tensorboard
+from utils.metrics.multi_head import HeadScore
+from utils.plots.images import plot_images
+from utils.plots.run import in_background, plot_labels, plot_results, wait_for_background
+from utils.system.distributed import Ranks
 from utils.system.files import atomic_write
 
 logger = logging.getLogger(__name__)
 
 HEADER = ("Epoch", "gpu_mem", "box", "obj", "cls", "total", "labels", "img_size")
 TRAIN_TAGS = ("train/box_loss", "train/obj_loss", "train/cls_loss")
-TEST_TAGS = (
-    "metrics/precision",
-    "metrics/recall",
-    "metrics/mAP_0.5",
-    "metrics/mAP_0.5:0.95",
-    "val/box_loss",
-    "val/obj_loss",
-    "val/cls_loss",
-)
+TEST_TAGS = ("metrics/precision", "metrics/recall", "metrics/mAP_0.5", "metrics/mAP_0.5:0.95",
+             "val/box_loss", "val/obj_loss", "val/cls_loss")  # fmt: skip
 HEAD_TAGS = tuple(f"head_{{}}/{name}" for name in ("precision", "recall", "mAP_0.5", "mAP_0.5:0.95"))
 NUM_PREVIEWS = 10  # training batches drawn at the start of a run
 PREVIEW_IMAGES = 16
 
 
-def open_report(opt, names, ranks, heads=()):
-    """The report of this process: a search (--evolve) leaves no pictures and no event file, other ranks nothing.
+def open_report(
+    opt: Namespace, names: Sequence[str] | dict, ranks: Ranks, heads: Sequence = ()
+) -> "RunReport | NullReport":
+    """The report of this process: a search (--evolve) leaves no images and no event file, other ranks nothing.
 
     `heads` (name, class ids) of a model with several detection heads; its report has scores by head and by class.
     """
     if not ranks.is_main:
         return NullReport()
     shown = not opt.evolve
-    watched = ranks.world_size if shown else 0
     return RunReport(
-        opt.save_dir,
-        opt.epochs,
-        names,
-        shown,
-        shown,
-        per_class=bool(heads),
-        num_heads=len(heads),
-        watched_ranks=watched,
-    )
+        opt.save_dir, opt.epochs, names, images=shown, tensorboard=shown, per_class=bool(heads), num_heads=len(heads),
+        world_size=ranks.world_size,
+    )  # fmt: skip
 
 
 class RunReport:
     """The record of one training run in the folder `save_dir`.
 
-    `num_epochs` is the last epoch number plus one, `names` the class names (list or dict). Off on request: `pictures`,
+    `num_epochs` is the last epoch number plus one, `names` the class names (list or dict). Off on request: `images`,
     `tensorboard` (the event file). On request: `per_class`, results_per_class.csv and events with the AP@.5:.95 of
-    every class; the scores of `num_heads` detection heads; `watched_ranks`, the number of training processes, puts
-    speed, pictures and settings into the event file too.
+    every class; the scores of `num_heads` detection heads. `world_size` is the number of training processes.
 
     results.txt has 15 columns, one line per epoch: epoch, memory, box, obj, cls and total loss, labels of the last
     batch, image size, precision, recall, mAP@.5, mAP@.5:.95, and box, obj, cls loss on the validation set. It and the
     CSV files start anew with the first epoch, unless `resume` was called.
     """
 
-    def __init__(self, save_dir, num_epochs, names, pictures=True, tensorboard=True, per_class=False, num_heads=0,
-                 watched_ranks=0):  # fmt: skip
+    def __init__(self, save_dir: str | Path, num_epochs: int, names: Sequence[str] | dict, images=True,
+                 tensorboard=True, per_class=False, num_heads=0, world_size=1):  # fmt: skip
         self.save_dir = Path(save_dir)
         self.num_epochs = num_epochs
         self.names = list(names.values()) if isinstance(names, dict) else list(names)
-        self.pictures = pictures
+        self.draws_images = images
         self.save_dir.mkdir(parents=True, exist_ok=True)
         self.results_file = self.save_dir / "results.txt"
         self.table = _CsvTable(self.save_dir / "results.csv")
         self.class_table = _CsvTable(self.save_dir / "results_per_class.csv") if per_class else None
-        self.writer = _open_tensorboard(self.save_dir) if tensorboard else None
-        is_watched = self.writer and watched_ranks
-        self.board = Board(self.writer, self.save_dir, watched_ranks) if is_watched else NullBoard()
-        self.last_scores = {}
+        self.tensorboard = open_tensorboard(self.save_dir, world_size) if tensorboard else NullLogger()
+        self.last_scores: dict[str, float] = {}
         self.is_open, self.is_finite = False, True
         self.head_scalars = dict.fromkeys((tag.format(head) for head in range(num_heads) for tag in HEAD_TAGS), 0.0)
 
     # ---- before the first epoch
 
-    def resume(self, results_text, num_epochs):
+    def resume(self, results_text: str, num_epochs: int) -> None:
         """Go on after the last line of `results_text`, the results.txt in a checkpoint; later lines are cut off."""
         lines = results_text.splitlines()
         self.num_epochs = num_epochs
         self._open_files(lines, int(lines[-1].split("/")[0]) + 1 if lines else 0)
 
-    def labels(self, labels):
+    def labels(self, labels: Sequence[np.ndarray]) -> None:
         """Draw the training labels, a list of [n x 5: class, x, y, w, h normalised] per image; log their classes."""
-        labels = np.concatenate([np.zeros((0, 5)), *labels])
-        if self.writer and len(labels):
-            self.writer.add_histogram("classes", labels[:, 0], 0)
-        if self.pictures:
-            in_background(plot_labels, labels, self.names, self.save_dir)
+        rows = np.concatenate([np.zeros((0, 5)), *labels])
+        self.tensorboard.labels(rows[:, 0])
+        if self.draws_images:
+            in_background(plot_labels, rows, self.names, self.save_dir)
 
-    def also(self, source):
+    def also(self, source: Callable[[], dict[str, float]]) -> None:
         """`source()` gives further scalars {tag: value} for the event file after every epoch."""
-        self.board.also(source)
+        self.tensorboard.also(source)
 
     # ---- every epoch
 
-    def epoch(self, epoch, feed, num_batches):
-        """Begin epoch number `epoch`: print the header and return `feed` wrapped in a progress bar."""
+    def epoch(self, epoch: int, batches: Iterable, num_batches: int) -> Iterable:
+        """Begin epoch number `epoch`: print the header and return `batches` wrapped in a progress bar."""
         if not self.is_open:
             self._open_files([], 0)
         self.epoch_number = epoch
@@ -119,17 +108,19 @@ class RunReport:
         self.mean_losses = torch.full((4,), math.nan)
         self.num_labels = self.image_size = 0
         logger.info("\n" + "%10s" * len(HEADER), *HEADER)
-        self.board.begin_epoch()
-        self.bar = tqdm(feed, total=num_batches)
+        self.tensorboard.begin_epoch()
+        self.bar = tqdm(batches, total=num_batches)
         return self.bar
 
-    def exclude(self, seconds):
+    def exclude(self, seconds: float) -> None:
         """Leave the last `seconds` out of the epoch's time and speed."""
         self.started += seconds
         self.bar.start_t += seconds
-        self.board.exclude(seconds)
+        self.tensorboard.exclude(seconds)
 
-    def batch(self, loss_items, images, targets, paths):
+    def batch(
+        self, loss_items: torch.Tensor, images: torch.Tensor, targets: torch.Tensor, paths: Sequence[str]
+    ) -> None:
         """Account for one training batch.
 
         loss_items as in `losses`; images [B x 3 x H x W] as trained, targets [n x 6] and paths of the batch. The first
@@ -138,17 +129,17 @@ class RunReport:
         self.num_labels, self.image_size = len(targets), images.shape[-1]
         self.losses(loss_items)
         number = self.batches_before + self.batches_done
-        if self.pictures and number < NUM_PREVIEWS:
+        if self.draws_images and number < NUM_PREVIEWS:
             # copies, because the buffers of a batch may be used again while the drawing thread works
             copies = [_first(images, PREVIEW_IMAGES), _first(targets), list(paths)]
             in_background(self._draw_batch, *copies, number)
         self.batches_done += 1
-        self.board.batch(len(images))
+        self.tensorboard.batch(len(images))
 
-    def losses(self, loss_items):
+    def losses(self, loss_items: torch.Tensor) -> None:
         """Take into the means of this epoch what is new: [4: box, obj, cls, total] of a batch, or a row for several."""
         if self.batches_done == self.num_batches:  # late losses: the device has now done the whole epoch
-            self.board.end_training()
+            self.tensorboard.end_training()
         if not len(loss_items):
             return
         for items in loss_items.detach().view(-1, 4):
@@ -157,13 +148,15 @@ class RunReport:
             self.losses_seen += 1
         self.bar.set_description(self._progress_text(), refresh=False)
 
-    def heads_done(self, heads):
+    def heads_done(self, heads: Sequence[HeadScore]) -> None:
         """Take in the HeadScore of every head, if there are several; `epoch_done` records the last ones."""
         for head, score in enumerate(heads):
             values = (score.precision, score.recall, score.map50, score.map)
             self.head_scalars |= {tag.format(head): value for tag, value in zip(HEAD_TAGS, values, strict=True)}
 
-    def epoch_done(self, results, learning_rates, class_ap=None):
+    def epoch_done(
+        self, results: Sequence[float], learning_rates: Sequence[float], class_ap: np.ndarray | None = None
+    ) -> None:
         """Record the epoch: one line in every file.
 
         results (7: precision, recall, mAP@.5, mAP@.5:.95, val box, obj, cls loss) of this or the last tested epoch,
@@ -182,39 +175,34 @@ class RunReport:
             self.is_finite = False
         scalars = dict(zip(TRAIN_TAGS, losses, strict=True)) | dict(zip(TEST_TAGS, results, strict=True))
         scalars |= {f"x/lr{group}": rate for group, rate in enumerate(learning_rates)} | self.head_scalars
-        for tag, value in scalars.items() if self.writer else ():
-            self.writer.add_scalar(tag, value, self.epoch_number)
         others = {"train/total_loss": total, "labels": self.num_labels, "image_size": self.image_size}
         others |= {"memory_gb": _reserved_memory(), "seconds": time.monotonic() - self.started}
         self.table.add({"epoch": self.epoch_number, **scalars, **others})
         self.last_scores = dict(zip(TEST_TAGS, results, strict=True))
-        self.board.end_epoch(self.epoch_number)
         if self.class_table and class_ap is not None:
             by_class = dict(zip(self.names, class_ap, strict=True))
             self.class_table.add({"epoch": self.epoch_number, **by_class})
-            for name, ap in by_class.items() if self.writer else ():
-                self.writer.add_scalar(f"class_mAP_0.5:0.95/{name}", ap, self.epoch_number)
+            scalars |= {f"class_mAP_0.5:0.95/{name}": ap for name, ap in by_class.items()}
+        self.tensorboard.end_epoch(self.epoch_number, scalars)
 
-    def results_text(self):
+    def results_text(self) -> str:
         """The content of results.txt, for the checkpoint."""
         return self.results_file.read_text()
 
     # ---- after the last epoch
 
-    def finish(self):
-        """Draw results.png, wait until every picture is written, close the event file."""
-        if self.pictures:
+    def finish(self) -> None:
+        """Draw results.png, wait until every image is written, close the event file."""
+        if self.draws_images:
             plot_results(self.save_dir)
         wait_for_background()
-        self.board.finish(self.last_scores)
-        if self.writer:
-            self.writer.close()
+        self.tensorboard.finish(self.last_scores)
 
     # ---- details
 
     def _draw_batch(self, images, targets, paths, number):
-        picture = plot_images(images, targets, paths, self.save_dir / f"train_batch{number}.jpg", self.names)
-        self.board.mosaic(picture, number)
+        grid = plot_images(images, targets, paths, self.save_dir / f"train_batch{number}.jpg", self.names)
+        self.tensorboard.mosaic(grid, number)
 
     def _progress_text(self):
         """Eight columns; reading the losses waits for the device."""
@@ -232,41 +220,14 @@ class RunReport:
         self.is_open = True
 
 
-class NullReport:
-    """The report of a rank that reports nothing."""
+class NullReport(NullLogger):
+    """The report of a rank that reports nothing. Its other methods do nothing."""
 
-    def resume(self, results_text, num_epochs):
-        pass
+    def epoch(self, epoch: int, batches: Iterable, num_batches: int) -> Iterable:
+        return batches
 
-    def labels(self, labels):
-        pass
-
-    def also(self, source):
-        pass
-
-    def epoch(self, epoch, feed, num_batches):
-        return feed
-
-    def exclude(self, seconds):
-        pass
-
-    def batch(self, loss_items, images, targets, paths):
-        pass
-
-    def losses(self, loss_items):
-        pass
-
-    def heads_done(self, heads):
-        pass
-
-    def epoch_done(self, results, learning_rates, class_ap=None):
-        pass
-
-    def results_text(self):
+    def results_text(self) -> str:
         return ""
-
-    def finish(self):
-        pass
 
 
 class _CsvTable:
@@ -303,15 +264,3 @@ def _reserved_memory():
 
 def _first(tensor, count=None):
     return tensor[:count].detach().cpu().numpy().copy()
-
-
-def _open_tensorboard(folder):
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-
-        return SummaryWriter(str(folder))
-    except ImportError:
-        logger.warning("tensorboard is not installed: no event file is written (pip install tensorboard)")
-    except Exception as error:  # an installation that does not fit its other packages fails in any way
-        logger.warning("tensorboard cannot be used (%s): no event file is written", error)
-    return None

@@ -1,8 +1,6 @@
-"""What the event file of a run (TensorBoard) holds beside stock's scalars: speed, pictures, settings and final scores.
+"""The event file of a run, for TensorBoard: stock's scalars, speed, images, settings and final scores."""
 
-The report of a run has a Board, or a NullBoard with the same methods where there is no event file or nobody asked.
-"""
-
+import logging
 import time
 from pathlib import Path
 
@@ -10,25 +8,51 @@ import numpy as np
 from PIL import Image
 
 from utils.config.data_yaml import read_yaml
-from utils.loggers.monitor import Utilisation
+from utils.loggers.monitor import ResourceMonitor
+
+logger = logging.getLogger(__name__)
 
 NUM_MOSAICS = 3  # training batches shown; every one is a large PNG in the event file
 LONGEST_SIDE = 1280  # pixels
 SPEED_TAGS = {"gpu": "speed/gpu_utilisation", "main_cpu": "speed/main_cpu", "worker_cpu": "speed/worker_cpu"}
 
 
-class Board:
-    """Adds to the event file behind `writer` (a SummaryWriter).
+class NullLogger:
+    """Takes the place of a logger that is not wanted: every method accepts anything and does nothing."""
+
+    def __getattr__(self, name):
+        return lambda *arguments, **options: None
+
+
+def open_tensorboard(save_dir, world_size=1):
+    """The TensorBoardLogger of a run folder; a NullLogger, with a warning, where TensorBoard does not work."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+
+        return TensorBoardLogger(SummaryWriter(str(save_dir)), save_dir, world_size)
+    except ImportError:
+        logger.warning("tensorboard is not installed: no event file is written (pip install tensorboard)")
+    except Exception as error:  # an installation that does not fit its other packages fails in any way
+        logger.warning("tensorboard cannot be used (%s): no event file is written", error)
+    return NullLogger()
+
+
+class TensorBoardLogger:
+    """Writes with `writer` (a SummaryWriter) what a run in the folder `save_dir` tells.
 
     `world_size` is the number of processes that train, of which this one sees its share of the images.
     """
 
     def __init__(self, writer, save_dir, world_size=1):
         self.writer, self.save_dir, self.world_size = writer, Path(save_dir), world_size
-        self.watched = Utilisation(interval=1.0)
-        self.is_watching = False
+        self.monitor = ResourceMonitor(interval=1.0)
         self.sources = []
         self.num_mosaics = 0
+
+    def labels(self, class_ids):
+        """Show how often each class occurs in the training labels, `class_ids` [n]."""
+        if len(class_ids):
+            self.writer.add_histogram("classes", class_ids, 0)
 
     def also(self, source):
         """`source()` gives further scalars {tag: value} after every epoch."""
@@ -36,19 +60,15 @@ class Board:
 
     def begin_epoch(self):
         """The training part of an epoch begins."""
-        if not self.is_watching:
-            self.watched.__enter__()
-            self.is_watching = True
-        self.watched.sample()
-        self.watched.forget()
+        self.monitor.start()
+        self.monitor.restart()
         self.started = self.trained = time.monotonic()
         self.num_images = 0
 
     def exclude(self, seconds):
         """Leave what happened in the last `seconds` out of the epoch, its use of the machine included."""
         self.started += seconds
-        self.watched.sample()
-        self.watched.forget()
+        self.monitor.restart()
 
     def batch(self, num_images):
         """A batch has been trained."""
@@ -57,16 +77,16 @@ class Board:
 
     def end_training(self):
         """The training part of the epoch ends here, with the last batch or later."""
-        self.watched.sample()
+        self.monitor.sample()
         self.trained = time.monotonic()
 
-    def end_epoch(self, epoch):
-        """Write the scalars of the epoch."""
+    def end_epoch(self, epoch, scalars):
+        """Write the `scalars` {tag: value} of the epoch, its speed, and what the other sources give."""
         seconds = self.trained - self.started
-        scalars = {"speed/training_seconds": seconds, "speed/other_seconds": time.monotonic() - self.trained}
+        scalars = scalars | {"speed/training_seconds": seconds, "speed/other_seconds": time.monotonic() - self.trained}
         if self.num_images and seconds > 0:
             scalars["speed/images_per_second"] = self.num_images * self.world_size / seconds
-        usage = self.watched.usage(end=self.trained)
+        usage = self.monitor.usage(end=self.trained)
         scalars |= {tag: getattr(usage, name) for name, tag in SPEED_TAGS.items()}
         for source in self.sources:
             scalars |= source()
@@ -74,22 +94,21 @@ class Board:
             if value is not None:
                 self.writer.add_scalar(tag, value, epoch)
 
-    def mosaic(self, picture, number):
+    def mosaic(self, image, number):
         """Show a drawn training batch [height x width x 3, RGB, uint8], if it is one of the first."""
         if self.num_mosaics < NUM_MOSAICS:
             self.num_mosaics += 1
-            self._show(f"mosaics/batch{number}", picture)
+            self._show(f"mosaics/batch{number}", image)
 
     def finish(self, scores):
-        """Show the predictions that the last validation drew, and write settings and `scores` {tag: value} for HPARAMS.
+        """Show the predictions that the last validation drew, write `scores` {tag: value} for HPARAMS, close the file.
 
-        The settings are read from the opt.yaml and hyp.yaml of the run.
+        The settings beside the scores are read from the opt.yaml and hyp.yaml of the run.
         """
-        if self.is_watching:
-            self.watched.stop()
+        self.monitor.stop()
         for path in sorted(self.save_dir.glob("test_batch*_pred.jpg")):
-            with Image.open(path) as picture:
-                self._show(f"predictions/{path.stem.removesuffix('_pred')}", np.asarray(picture.convert("RGB")))
+            with Image.open(path) as image:
+                self._show(f"predictions/{path.stem.removesuffix('_pred')}", np.asarray(image.convert("RGB")))
         settings = run_settings(self.save_dir)
         if settings and scores:
             from torch.utils.tensorboard.summary import hparams
@@ -99,39 +118,12 @@ class Board:
                 self.writer.file_writer.add_summary(summary)
             for tag, value in metrics.items():
                 self.writer.add_scalar(tag, value)
+        self.writer.close()
 
-    def _show(self, tag, picture):
-        picture = Image.fromarray(picture)
-        picture.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
-        self.writer.add_image(tag, np.asarray(picture), dataformats="HWC")
-
-
-class NullBoard:
-    """The board of a report without an event file."""
-
-    def also(self, source):
-        pass
-
-    def begin_epoch(self):
-        pass
-
-    def exclude(self, seconds):
-        pass
-
-    def batch(self, num_images):
-        pass
-
-    def end_training(self):
-        pass
-
-    def end_epoch(self, epoch):
-        pass
-
-    def mosaic(self, picture, number):
-        pass
-
-    def finish(self, scores):
-        pass
+    def _show(self, tag, array):
+        image = Image.fromarray(array)
+        image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
+        self.writer.add_image(tag, np.asarray(image), dataformats="HWC")
 
 
 def run_settings(save_dir):

@@ -173,12 +173,9 @@ def match_images(image_files, images, source):
     if not matched:
         raise ValueError(f"{source} names none of the {len(image_files)} images")
     if len(matched) < len(image_files):
-        logger.warning(
-            "%s does not name %d of the %d images: they are left out of the json and of the COCO score",
-            source,
-            len(image_files) - len(matched),
-            len(image_files),
-        )
+        missing = len(image_files) - len(matched)
+        logger.warning("%s does not name %d of the %d images: they are left out of the json and of the COCO score",
+                       source, missing, len(image_files))  # fmt: skip
     return matched
 
 

@@ -13,7 +13,7 @@ RECALL_GRID = np.linspace(0, 1, 101)  # COCO's 101 recall values
 FITNESS_WEIGHTS = np.array([0.0, 0.0, 0.1, 0.9])  # of precision, recall, mAP@.5, mAP@.5:.95
 
 
-def fitness(results):
+def fitness(results: np.ndarray | list | tuple) -> np.ndarray:
     """One number to choose the best epoch by, from `results` [... x 4+: P, R, mAP@.5, mAP@.5:.95, ...]."""
     return (np.asarray(results)[..., :4] * FITNESS_WEIGHTS).sum(-1)
 
@@ -21,7 +21,9 @@ def fitness(results):
 # Matching detections with labels ------------------------------------------------------------------------------------
 
 
-def match_predictions(detections, labels, iou_thresholds=IOU_THRESHOLDS):
+def match_predictions(
+    detections: torch.Tensor, labels: torch.Tensor, iou_thresholds: torch.Tensor = IOU_THRESHOLDS
+) -> np.ndarray:
     """Which detections of one image are right, [k x num thresholds] bool (NumPy).
 
     `detections` [k x 6: x1, y1, x2, y2, confidence, class] best first and `labels` [m x 5: class, x1, y1, x2, y2] are
@@ -70,7 +72,9 @@ class Curves:
         return int(self.f1.mean(0).argmax()) if len(self.classes) else 0
 
 
-def precision_recall_curves(tp, conf, pred_cls, target_cls, v5_metric=False):
+def precision_recall_curves(
+    tp: np.ndarray, conf: np.ndarray, pred_cls: np.ndarray, target_cls: np.ndarray, v5_metric: bool = False
+) -> Curves:
     """`Curves` of a whole data set.
 
     `tp` [n x T] tells at which IoU thresholds each prediction is right, `conf` and `pred_cls` [n] are its confidence
@@ -117,7 +121,9 @@ def _area(precision):
     return (np.diff(RECALL_GRID) * (precision[1:] + precision[:-1]) / 2.0).sum()
 
 
-def ap_per_class(tp, conf, pred_cls, target_cls, v5_metric=False):
+def ap_per_class(
+    tp: np.ndarray, conf: np.ndarray, pred_cls: np.ndarray, target_cls: np.ndarray, v5_metric: bool = False
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Precision, recall [C], AP [C x T], F1 [C] and ids [C] of the classes with labels, at the best mean F1."""
     curves = precision_recall_curves(tp, conf, pred_cls, target_cls, v5_metric)
     at = curves.best
@@ -207,7 +213,7 @@ class DetectionScores:
         self.num_images = 0
         self._correct, self._conf, self._pred_cls, self._target_cls = [], [], [], []
 
-    def add(self, detections, labels):
+    def add(self, detections: torch.Tensor, labels: torch.Tensor) -> np.ndarray:
         """Take in one image, its detections and labels as `match_predictions` wants them; returns what that says."""
         correct = match_predictions(detections, labels, self.iou_thresholds)
         self.num_images += 1
@@ -217,7 +223,7 @@ class DetectionScores:
         self._target_cls.append(labels[:, 0].cpu().numpy())
         return correct
 
-    def summary(self, nc, v5_metric=False):
+    def summary(self, nc: int, v5_metric: bool = False) -> Scores:
         """`Scores` of the images added so far, for a data set of `nc` classes."""
         correct = np.concatenate([np.zeros((0, len(self.iou_thresholds)), bool), *self._correct])
         conf, pred_cls, target_cls = (
@@ -239,11 +245,11 @@ class ConfusionMatrix:
     background.
     """
 
-    def __init__(self, nc, conf=0.25, iou_thres=0.45):
+    def __init__(self, nc: int, conf: float = 0.25, iou_thres: float = 0.45):
         self.nc, self.conf, self.iou_thres = nc, conf, iou_thres
         self.matrix = np.zeros((nc + 1, nc + 1))
 
-    def process_batch(self, detections, labels):
+    def process_batch(self, detections: torch.Tensor, labels: torch.Tensor) -> None:
         """Add one image: `detections` [k x 6: x1, y1, x2, y2, confidence, class], `labels` [m x 5: class, x1, ..., y2].
 
         Either may be empty: what is left over counts as missed or as seen in the background.

@@ -1,4 +1,4 @@
-"""Pure functions of tensors and arrays: boxes, polygons, NMS; and what CUDA graphs need (cuda_graph).
+"""Pure functions of tensors and arrays: boxes, polygons, NMS; and the capturing of CUDA graphs.
 
-Imports nothing of the project outside this package.
+Read in this order: boxes (formats, IoU), polygons (outlines of objects), nms, cuda_graph (one tool for loss and step).
 """

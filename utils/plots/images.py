@@ -1,6 +1,7 @@
 """Grids of images with their boxes: what the network sees, what it should find, what it found."""
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -9,10 +10,9 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from utils.ops.boxes import xywhn2xyxy, xyxy2xywh
+from utils.plots.style import PALETTE
 from utils.system.files import atomic_write
 
-# Okabe and Ito's colours, told apart by colour-blind readers too; boxes of class k take colour k modulo 8
-PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#999999")
 BACKGROUND = "#202020"
 GAP = 4  # pixels between two cells
 SHOWN_CONFIDENCE = 0.25  # detections at or below it are not drawn
@@ -35,23 +35,31 @@ def drawable(text):
     return "".join(c if ord(c) in known and c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def plot_images(images, targets, paths=None, fname="images.jpg", names=None, max_size=640, max_subplots=16):
+def plot_images(
+    images: torch.Tensor | np.ndarray,
+    targets: torch.Tensor | np.ndarray,
+    paths: Sequence[str | Path] | None = None,
+    fname: str | Path | None = "images.jpg",
+    names: Sequence[str] | dict | None = None,
+    max_size: int = 640,
+    max_subplots: int = 16,
+) -> np.ndarray:
     """Draw a batch as a grid (cells column by column), write it to `fname` unless that is None, and return it.
 
     images [B x 3 x H x W, RGB, uint8 0..255 or float 0..1], array or tensor on any device; it is only read.
     targets [n x 6: image, class, x, y, w, h normalised], or [n x 7] with a confidence: then rows above 0.25 are drawn.
-    `max_size` is the longest side of a cell in pixels. Returns the picture [height x width x 3, RGB, uint8].
+    `max_size` is the longest side of a cell in pixels. Returns the grid [height x width x 3, RGB, uint8].
     """
     images, targets = _array(images[:max_subplots]), _array(targets)
     if not len(images):
         raise ValueError(f"{fname}: there is no image to draw")
     if targets.shape[1:] == (7,):
         targets = targets[targets[:, 6] > SHOWN_CONFIDENCE]
-    width, height = _cell_size(*images.shape[2:], max_size)
+    width, height = _cell_size(images.shape[2], images.shape[3], max_size)
     columns = math.ceil(math.sqrt(len(images)))
     rows = math.ceil(len(images) / columns)
 
-    picture = Image.new("RGB", (columns * (width + GAP) + GAP, rows * (height + GAP) + GAP), BACKGROUND)
+    grid = Image.new("RGB", (columns * (width + GAP) + GAP, rows * (height + GAP) + GAP), BACKGROUND)
     for index, image in enumerate(images):
         cell = _to_pil(image).resize((width, height), Image.Resampling.BILINEAR)
         draw = ImageDraw.Draw(cell)
@@ -59,16 +67,16 @@ def plot_images(images, targets, paths=None, fname="images.jpg", names=None, max
         if paths is not None:
             _draw_text(draw, (0, height), drawable(Path(paths[index]).name)[:LONGEST_FILE_NAME], BACKGROUND)
         column, row = divmod(index, rows)
-        picture.paste(cell, (GAP + column * (width + GAP), GAP + row * (height + GAP)))
+        grid.paste(cell, (GAP + column * (width + GAP), GAP + row * (height + GAP)))
     if fname is not None:
         Path(fname).parent.mkdir(parents=True, exist_ok=True)
         kind = Image.registered_extensions()[Path(fname).suffix.lower()]
         with atomic_write(fname) as file:
-            picture.save(file, format=kind, quality=92)
-    return np.asarray(picture)
+            grid.save(file, format=kind, quality=92)
+    return np.asarray(grid)
 
 
-def output_to_targets(output, width, height):
+def output_to_targets(output: Sequence[torch.Tensor], width: int, height: int) -> np.ndarray:
     """Detections of a batch as rows for plot_images.
 
     output, list over images of [k x 6: x1, y1, x2, y2, confidence, class] in pixels of a `width` x `height` input
@@ -96,7 +104,7 @@ def _cell_size(height, width, max_size):
 
 
 def _to_pil(image):
-    """[3 x H x W, uint8 or float 0..1] as a picture; the input is copied, never scaled in place."""
+    """[3 x H x W, uint8 or float 0..1] as a Pillow image; the input is copied, never scaled in place."""
     if image.dtype != np.uint8:
         image = np.nan_to_num(image.astype(np.float32) * 255).round().clip(0, 255).astype(np.uint8)
     return Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0)))
@@ -115,7 +123,7 @@ def _draw_boxes(draw, rows, names):
 
 
 def _draw_text(draw, corner, text, fill, above=False):
-    """White or black text, whichever reads better, on a filled label at `corner`, moved to lie inside the picture."""
+    """White or black text, whichever reads better, on a filled label at `corner`, moved to lie inside the image."""
     width, height = draw.im.size
     font = _font(max(10, round(max(width, height) / 32)))
     left, top, right, bottom = font.getbbox(text)

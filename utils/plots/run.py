@@ -1,33 +1,19 @@
-"""Charts of a run: its course, its curves, its confusions, its labels.
+"""Plots of a run: its course, its curves, its confusions, its labels.
 
 Everything draws through style.py: no display, no global state, safe in a thread. Nothing here touches a random
 generator.
 """
 
 import logging
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
 from utils.metrics.detection import fitness
-from utils.plots.images import class_name, output_to_targets, plot_images
+from utils.plots.images import class_name
 from utils.plots.style import FAINT, INK, PALETTE, new_figure, save_figure, set_title, whole_numbers
-
-__all__ = [
-    "compare_results",
-    "in_background",
-    "output_to_targets",
-    "plot_confusion_matrix",
-    "plot_curves",
-    "plot_evolution",
-    "plot_images",
-    "plot_labels",
-    "plot_results",
-    "plot_study",
-    "read_results",
-    "wait_for_background",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -54,39 +40,39 @@ TEST_COLUMNS = slice(8, 15)  # precision, recall, mAP@.5, mAP@.5:.95, val box, o
 # ---- drawing in the background -------------------------------------------------------------------------------------
 
 _POOL = ThreadPoolExecutor(max_workers=1, thread_name_prefix="plots")
-_PENDING = []
+_PENDING: list[Future] = []
 
 
-def in_background(function, *args, **kwargs):
+def in_background(function: Callable, *args, **kwargs) -> None:
     """Run `function(...)` in the one drawing thread; the interpreter waits for it at exit. Errors are logged."""
 
     def guarded():
         try:
             function(*args, **kwargs)
         except OSError as error:
-            logger.warning("a picture is missing: %s", error)
-        except Exception:  # a picture that fails must not end a training run
-            logger.exception("%s failed; the run goes on without this picture", getattr(function, "__name__", function))
+            logger.warning("a plot is missing: %s", error)
+        except Exception:  # a plot that fails must not end a training run
+            logger.exception("%s failed; the run goes on without this plot", getattr(function, "__name__", function))
 
     _PENDING[:] = [task for task in _PENDING if not task.done()]
     _PENDING.append(_POOL.submit(guarded))
 
 
-def wait_for_background():
-    """Return when every picture handed to `in_background` is written."""
+def wait_for_background() -> None:
+    """Return when every plot handed to `in_background` is written."""
     while _PENDING:
         _PENDING.pop().result()
 
 
 def _class_label(names, index):
-    """The name of a class for a chart, where a dollar would begin a formula."""
+    """The name of a class in a plot, where a dollar would begin a formula."""
     return class_name(names, index).replace("$", r"\$")
 
 
 # ---- the course of a run -------------------------------------------------------------------------------------------
 
 
-def read_results(path):
+def read_results(path: str | Path) -> np.ndarray:
     """results.txt as an array [epochs x 15]: epoch number, memory in GB, then the numbers as written.
 
     Lines that are not 15 columns (a run that was killed in mid-line) are left out. The seven test columns of an epoch
@@ -109,12 +95,12 @@ def read_results(path):
     return table
 
 
-def plot_results(save_dir):
+def plot_results(save_dir: str | Path) -> Path | None:
     """Draw results.txt of the run folder `save_dir` as results.png; None if there is no finished epoch."""
     return compare_results({"": Path(save_dir) / "results.txt"}, Path(save_dir) / "results.png")
 
 
-def compare_results(files, save_path):
+def compare_results(files: dict[str, str | Path], save_path: str | Path) -> Path | None:
     """Overlay the course of several runs: `files` maps labels to results.txt files. Returns `save_path` or None."""
     runs = {label: read_results(path) for label, path in files.items()}
     for label in [label for label, table in runs.items() if not len(table)]:
@@ -221,8 +207,8 @@ def plot_confusion_matrix(matrix, names, save_dir):
     ax.grid(False)
     ax.spines[["top", "right"]].set_visible(True)
     few = size <= MANY_CLASSES + 10
-    picture = ax.imshow(shares, cmap="Blues", norm=PowerNorm(1 if few else 0.5, vmin=0, vmax=1))
-    figure.colorbar(picture, ax=ax, shrink=0.8, fraction=0.05, label="share of the true objects")
+    image = ax.imshow(shares, cmap="Blues", norm=PowerNorm(1 if few else 0.5, vmin=0, vmax=1))
+    figure.colorbar(image, ax=ax, shrink=0.8, fraction=0.05, label="share of the true objects")
     font_size = 9 if few else 7
     ax.set_xticks(range(size), labels, rotation=90, fontsize=font_size)
     ax.set_yticks(range(size), labels, fontsize=font_size)

@@ -1,16 +1,15 @@
-"""The common ground of all charts: figures without a display, colours, unobtrusive frames and grids.
+"""The style of all plots: figures without a display, colours, unobtrusive frames and grids.
 
 Everything draws through matplotlib's object interface (Figure, never pyplot): no display, no global state, safe in a
-thread. matplotlib is imported when the first chart is drawn.
+thread. matplotlib is imported when the first plot is drawn.
 """
 
 from pathlib import Path
 
-from utils.plots.images import PALETTE
 from utils.system.files import atomic_write
 
-__all__ = ["FAINT", "INK", "PALETTE", "new_figure", "save_figure", "set_title", "whole_numbers"]
-
+# Okabe and Ito's colours, told apart by colour-blind readers too; class k has colour k modulo 8
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#999999")
 INK, FAINT = "#303030", "#B0B0B0"
 
 

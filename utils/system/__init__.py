@@ -1,0 +1,5 @@
+"""Files, memory, processes and random generators: what every other package stands on. Imports nothing of the project.
+
+Read in this order: files (find files, write them whole or not at all, text of any origin), memory (shared between
+processes), random_state (generators as plain values), distributed (devices, ranks, seeds).
+"""

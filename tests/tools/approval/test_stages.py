@@ -9,10 +9,10 @@ import pytest
 
 from tools import ab_compare, approve
 from tools.approval import checks as approval_checks
+from tools.approval import report, stages
 from tools.approval import setup as approval_setup
-from tools.approval import stages as approvals
 from tools.approval.setup import Failed, NotMeasured, Setup
-from tools.approval.stages import STAGES, Approvals, Stage, changed_files, content_hash, fingerprint
+from tools.approval.stages import STAGES, Approvals, ApprovalStage, changed_files, content_hash, fingerprint
 from tools.experiments import runner
 
 
@@ -21,8 +21,8 @@ def project(tmp_path, monkeypatch):
     """A project with a file for each stage, three stages, and its Approvals."""
     for number in (1, 2, 3):
         (tmp_path / f"part{number}.py").write_text(f"x = {number}\n")
-    stages = {number: Stage(number, f"part {number}", (f"part{number}*.py",)) for number in (1, 2, 3)}
-    monkeypatch.setattr(approvals, "STAGES", stages)
+    three = {number: ApprovalStage(number, f"part {number}", (f"part{number}*.py",)) for number in (1, 2, 3)}
+    monkeypatch.setattr(stages, "STAGES", three)
     return Approvals(tmp_path / "approvals.json", tmp_path / "reports", tmp_path)
 
 
@@ -31,7 +31,7 @@ def write_report(project, number, passed=True):
     folder.mkdir(parents=True, exist_ok=True)
     status = "passed" if passed else "failed"
     content = {"passed": passed, "date": "2026-01-01 10:00", "findings": [{"status": status}],
-               "files": fingerprint(approvals.STAGES[number], project.root)}  # fmt: skip
+               "files": fingerprint(stages.STAGES[number], project.root)}  # fmt: skip
     (folder / "report.json").write_text(json.dumps(content))
 
 
@@ -60,10 +60,10 @@ def test_an_approval_ends_when_a_file_changes(project):
     approve_in_order(project, 1, 2)
     again = Approvals(project.path, project.reports, project.root)  # as the next command sees it
     assert again.holds(1) and again.holds(2)
-    assert again.in_words(1).startswith("approved by Ann on ") and again.in_words(1).endswith("commit abc: fine")
+    assert again.describe(1).startswith("approved by Ann on ") and again.describe(1).endswith("commit abc: fine")
     (project.root / "part1.py").write_text("x = 0\n")
     assert not again.holds(1) and again.holds(2)
-    assert "no longer holds, changed: part1.py" in again.in_words(1)
+    assert "no longer holds, changed: part1.py" in again.describe(1)
     with pytest.raises(ValueError, match="stage 3 .* before stage 1"):
         again.check_may_run(3)
     with pytest.raises(ValueError, match=r"was run with other files \(part1.py\); run it again"):
@@ -106,14 +106,41 @@ def test_changed_files_by_hand():
     assert changed_files({"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "0", "d": "4"}) == ["b", "c", "d"]
 
 
-def test_stages_of_the_project_name_files_that_exist():
+def test_a_pattern_that_matches_nothing_is_an_error(tmp_path):
+    """A stage about no file would stay approved whatever changes."""
+    (tmp_path / "part1.py").write_text("")
+    stage = ApprovalStage(4, "micro-batch collation", ("part1.py", "gone/**/*.py"))
+    with pytest.raises(ValueError, match=r"stage 4 \(micro-batch collation\): no file .* matches gone/\*\*/\*.py"):
+        fingerprint(stage, tmp_path)
+    (tmp_path / "gone" / "deep").mkdir(parents=True)
+    (tmp_path / "gone" / "deep" / "x.py").write_text("")
+    assert fingerprint(stage, tmp_path).keys() == {"part1.py", "gone/deep/x.py"}
+
+
+def test_every_pattern_of_the_project_matches_files():
     for number, stage in STAGES.items():
         assert fingerprint(stage), f"stage {number}"
-    everything = fingerprint(STAGES[6])
-    assert {"train.py", "utils/loss/criterion.py", "models/yolo.py"} <= everything.keys()
-    assert "tools/experiments/trials.py" not in everything
     assert set(approval_checks.CHECKS) == set(STAGES)
     assert set(ab_compare.TARGETS) <= set(approval_checks.CHECKS[6])
+
+
+@pytest.mark.parametrize(
+    ("number", "inside", "outside"),
+    [
+        (1, "utils/config/options.py utils/run/fast_paths.py", "utils/loss/criterion.py"),
+        (2, "utils/datasets.py utils/data/scan.py", "utils/loss/criterion.py"),
+        (3, "utils/system/memory.py utils/data/mosaic.py utils/data/transforms.py utils/data/images.py "
+         "utils/ops/polygons.py utils/data/fast/shm_batches.py", "utils/loss/criterion.py"),
+        (4, "utils/system/memory.py utils/data/mosaic.py utils/data/images.py utils/data/fast/shm_batches.py",
+         "train.py"),
+        (5, "utils/fast/compile.py models/yolo.py", "utils/datasets.py"),
+        (6, "train.py utils/loss/criterion.py models/yolo.py", "tools/experiments/trials.py utils/plots/run.py "
+         "utils/loggers/results.py"),
+    ],
+)  # fmt: skip
+def test_what_a_stage_is_about(number, inside, outside):
+    files = fingerprint(STAGES[number]).keys()
+    assert set(inside.split()) <= files and not set(outside.split()) & files
 
 
 # ---- the tool --------------------------------------------------------------------------------------------------------
@@ -176,7 +203,7 @@ def test_run_and_approve(tool, tmp_path, capsys):
 
 
 def test_a_stage_that_found_nothing_has_not_passed(tool, monkeypatch):
-    monkeypatch.setattr(approve, "plot", lambda setup, path: None)
+    monkeypatch.setattr(report, "plot", lambda setup, path: None)
     for number in ("1", "2"):
         tool("run", number)
         tool("approve", number, "--by", "Ann", "--note", "x", "--despite-failures")
@@ -197,12 +224,14 @@ def test_a_stage_that_is_interrupted_keeps_what_it_found(tool, tmp_path, monkeyp
         tool("approve", "1", "--by", "Ann")
 
 
-def test_combinations(monkeypatch):
-    monkeypatch.setattr(approval_checks, "has_compile", lambda: False)
+def test_combinations():
     chosen = approval_checks.combinations(on_gpu=False, everything=False)
-    assert len(chosen) == 17 and chosen[0] == ([], {}) and (["--fast-dataloader", "--fast-loss"], {}) in chosen
-    monkeypatch.setattr(approval_checks, "has_compile", lambda: True)
-    assert len(approval_checks.combinations(on_gpu=False, everything=False)) == 16 + 1 + 2
+    assert len(chosen) == 16 + 1 + 2 and chosen[0] == ("no flag", [], {})
+    assert ("--fast-dataloader --fast-loss", ["--fast-dataloader", "--fast-loss"], {}) in chosen
+    assert [name for name, *_ in chosen[-2:]] == [
+        "USE_COMPILE=1",
+        "USE_COMPILE=1 --fast-dataloader --fast-loss --fast-step",
+    ]
     assert len(approval_checks.combinations(on_gpu=True, everything=False)) == 24 + 1 + 2
     assert len(approval_checks.combinations(on_gpu=True, everything=True)) == 24 * 2 + 1
 
@@ -210,7 +239,7 @@ def test_combinations(monkeypatch):
 def test_results_that_agree():
     def run(*losses):
         rows = [{"epoch": k, runner.LOSS: loss, "seconds": k} for k, loss in enumerate(losses)]
-        return runner.Run(None, "completed", rows=rows)
+        return runner.FinishedRun(None, "completed", rows=rows)
 
     assert approval_setup.same_results(run(1.0, 2.0), run(1.0, 2.0), 0) == "every number of results.csv is equal"
     assert "within 1.0000%" in approval_setup.same_results(run(1.0, 2.0), run(1.01, 2.0), 0.02)
@@ -258,7 +287,7 @@ def test_runs_of_stage_6_side_by_side(at_once, tmp_path, monkeypatch):
         most.append(len(at_work))
         time.sleep(0.1 if "--fast" in arguments else 0.3)
         at_work.remove(folder)
-        return runner.Run(folder, "completed", rows=[{"epoch": 0, runner.LOSS: 1.0}])
+        return runner.FinishedRun(folder, "completed", rows=[{"epoch": 0, runner.LOSS: 1.0}])
 
     monkeypatch.setattr(runner, "run_training", train)
     setup = Setup(tmp_path, "data.yaml", at_once=at_once)
@@ -272,7 +301,7 @@ def test_runs_of_stage_6_side_by_side(at_once, tmp_path, monkeypatch):
 
 def test_a_run_that_fails_ends_those_beside_it(tmp_path, monkeypatch):
     """Those that have begun, with their workers, and those that would come next."""
-    monkeypatch.setattr(runner, "train_program", lambda: [sys.executable, "tests/fake_train.py"])
+    monkeypatch.setattr(runner, "TRAIN", [sys.executable, "tests/fake_train.py"])
     hyp = tmp_path / "hyp.yaml"
     hyp.write_text("lr0: 0.1\n")
     setup, before = Setup(tmp_path, "data.yaml", hyp=str(hyp), workers=1, at_once=2), approval_setup.children()

@@ -1,4 +1,4 @@
-"""Trainings as processes: how they end, what is read from them, nothing left behind; command lines with other words."""
+"""Trainings as processes: how they end, what is read from them, nothing left behind."""
 
 import math
 import os
@@ -12,21 +12,22 @@ import pytest
 
 from tests import small_run
 from tools.experiments import runner
-from tools.experiments.runner import MAP50, Run, run_training
-from utils.config.options import train_parser
+from tools.experiments.runner import MAP50, FinishedRun, run_training
 
 FAKE = [sys.executable, str(Path(__file__).resolve().parents[2] / "fake_train.py")]
 
 
 @pytest.fixture
-def hyp(tmp_path):
+def hyp(tmp_path, monkeypatch):
+    """A file of hyper-parameters for the fake training, which stands in for train.py."""
+    monkeypatch.setattr(runner, "TRAIN", FAKE)
     path = tmp_path / "hyp.yaml"
     path.write_text("lr0: 0.1\n")
     return str(path)
 
 
 def fake(folder, hyp, *arguments, **options):
-    return run_training(["--hyp", hyp, *arguments], folder, program=FAKE, **options)
+    return run_training(["--hyp", hyp, *arguments], folder, **options)
 
 
 def test_a_completed_run(tmp_path, hyp):
@@ -117,7 +118,9 @@ def test_rows_without_the_line_that_is_being_written(tmp_path):
 
 
 def test_typical_leaves_out_the_first_epoch():
-    run = Run(Path(), "completed", rows=[{"seconds": 9}, {"seconds": 1}, {"seconds": 3}], speed={"speed/x": [5]})
+    run = FinishedRun(
+        Path(), "completed", rows=[{"seconds": 9}, {"seconds": 1}, {"seconds": 3}], speed={"speed/x": [5]}
+    )
     assert run.typical("seconds") == 2
     assert run.typical("speed/x") == 5
 
@@ -137,34 +140,6 @@ def test_memory_is_that_of_the_epochs_after_the_first(window, is_inside, tmp_pat
     monkeypatch.setattr(runner, "later_epochs", lambda folder, rows, started: window)
     memory = fake(tmp_path / "one", hyp).memory
     assert bool(memory) == is_inside and all(0 <= entry < 1 for entry in memory)
-
-
-@pytest.mark.parametrize(
-    ("base", "overrides", "expected"),
-    [
-        ("--epochs 3 --adam", {"epochs": 5}, "--epochs 5 --adam"),
-        ("--epochs 3 --adam", {"adam": False, "img_size": [64, 96]}, "--epochs 3 --img-size 64 96"),
-        ("--img 64", {"batch-size": 2, "rect": True, "seed": None}, "--img-size 64 --batch-size 2 --rect"),
-        ("--seed 1", {"seed": None}, ""),
-    ],
-)
-def test_override(base, overrides, expected):
-    assert runner.override(base.split(), overrides) == expected.split()
-
-
-def test_override_keeps_every_option(tmp_path):
-    line = ["--weights", "", "--freeze", "3", "--cache-images", "--hyp", "a b.yaml", "--fast-dataloader"]
-    again = runner.override(line, {})
-    assert vars(train_parser().parse_args(again)) == vars(train_parser().parse_args(line))
-
-
-def test_unknown_options_are_refused():
-    with pytest.raises(ValueError, match="no option 'bach_size'; did you mean batch_size?"):
-        runner.override([], {"bach_size": 3})
-    with pytest.raises(ValueError, match="--base-args: train.py does not understand this: .*--nonsense"):
-        runner.check_arguments(["--nonsense", "3"], "--base-args")
-    with pytest.raises(ValueError, match="invalid int value"):
-        runner.check_arguments(["--epochs", "x"], "--base-args")
 
 
 def test_a_real_training_with_its_speed(tmp_path):

@@ -11,7 +11,8 @@ import yaml
 
 from tests.tools.experiments import test_runner
 from tools import run_trials
-from tools.experiments import runner, tpe, trials
+from tools.experiments import runner, trials
+from tools.experiments.optuna_sampler import OptunaSampler
 from tools.experiments.runner import MAP50
 from tools.experiments.trials import Budget, Elimination, Trial, TrialTable
 
@@ -21,7 +22,7 @@ SETTINGS = {"base_args": ["--epochs", "3"]}
 @pytest.fixture
 def series(tmp_path, monkeypatch):
     """Runs tools/run_trials.py with the fake training, five epochs a trial; returns the table."""
-    monkeypatch.setattr(runner, "train_program", lambda: test_runner.FAKE)
+    monkeypatch.setattr(runner, "TRAIN", test_runner.FAKE)
     monkeypatch.setattr(runner, "POLL", 0.02)
     monkeypatch.setenv("FAKE_SECONDS", "0.2")
     (tmp_path / "hyp.yaml").write_text("lr0: 0.1\nbox: 0.05\n")
@@ -143,8 +144,9 @@ def test_command_line_of_a_trial(tmp_path):
     assert yaml.safe_load(hyp.read_text()) == {"lr0": 0.5, "box": 0.05}
 
 
-def test_overrides_of_a_budget():
-    assert Budget(subset=100).overrides() == {"subset_size": 100}
+def test_a_budget_as_options():
+    assert Budget(5, 100, 320).overrides() == {"epochs": 5, "subset_size": 100, "img_size": [320, 320]}
+    assert Budget().overrides() == {}
 
 
 @pytest.mark.parametrize(
@@ -192,7 +194,7 @@ def test_spaces_that_make_no_sense(tmp_path, entry, message):
 def test_tpe_without_optuna(monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ValueError, match="pip install optuna"):
-        tpe.Tpe({}, 3)
+        OptunaSampler({}, 3)
 
 
 def test_tpe_finds_the_better_half_and_restarts(series, tmp_path, monkeypatch):
@@ -213,7 +215,7 @@ def test_tpe_finds_the_better_half_and_restarts(series, tmp_path, monkeypatch):
 def test_tpe_prunes_below_the_median():
     pytest.importorskip("optuna")
     space = {"hyp.lr0": {"low": 0.0, "high": 1.0, "log": False, "step": None}}
-    source = tpe.Tpe(space, 9)
+    source = OptunaSampler(space, 9)
     table = TrialTable(Path("none.csv"), {})
     for number in range(5):
         table.trials[number] = Trial(number, {"hyp.lr0": "0.5"}, "completed", 0.5, 1.0, 1.0, [0.1, 0.4, 0.5])

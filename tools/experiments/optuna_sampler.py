@@ -1,17 +1,16 @@
 """Optuna as a source of trials: the tree-structured Parzen estimator draws them, the median of earlier ones prunes.
 
-What has ended is told to a new study from the table and the run folders, so a restart needs no data base.
+A restart needs no data base: a new study is told what has ended, from the table and the run folders.
 """
 
 import math
 
 from tools.experiments.runner import MAP50
-from tools.experiments.trials import unfinished_params
 
 INSTALL = "--sampler tpe needs Optuna, which is not installed: pip install optuna"
 
 
-class Tpe:
+class OptunaSampler:
     """`num_trials` trials from `space` (see trials.read_space); ValueError when Optuna is missing."""
 
     def __init__(self, space, num_trials, seed=0):
@@ -40,7 +39,7 @@ class Tpe:
             return None
         if self.study is None:
             self._start(table)
-        interrupted = unfinished_params(table, trial_id)
+        interrupted = table.unfinished(trial_id)
         if interrupted is not None and interrupted.keys() == self.space.keys():
             self.study.enqueue_trial(interrupted)
         self.trial = self.study.ask(self.space)
@@ -48,19 +47,21 @@ class Tpe:
 
     def is_hopeless(self, rows):
         """The reason to end the running trial after an epoch, if its mAP@.5 is below the median of the others."""
-        self.trial.report(rows[-1].get(MAP50, 0.0), len(rows) - 1)
-        if self.trial.should_prune():
-            return (
-                f"mAP@.5 {rows[-1].get(MAP50, 0.0):.4f} after epoch {len(rows) - 1} is below the median of the others"
-            )
-        return None
+        score, epoch = rows[-1].get(MAP50, 0.0), len(rows) - 1
+        self.trial.report(score, epoch)
+        hopeless = self.trial.should_prune()
+        return f"mAP@.5 {score:.4f} after epoch {epoch} is below the median of the others" if hopeless else None
 
     def end(self, trial):
+        """Tell the study what came of the trial that `begin` gave."""
+        self.study.tell(self.trial, **self._outcome(trial))
+
+    def _outcome(self, trial):
+        """Value and state of a trial that has ended, as Optuna calls them."""
         states = self.optuna.trial.TrialState
         if trial.status == "completed" and _is_number(trial.final_map):
-            self.study.tell(self.trial, trial.final_map)
-        else:
-            self.study.tell(self.trial, state=states.PRUNED if trial.status == "eliminated" else states.FAIL)
+            return {"values": trial.final_map, "state": states.COMPLETE}
+        return {"values": None, "state": states.PRUNED if trial.status == "eliminated" else states.FAIL}
 
     def _start(self, table):
         """A study that knows the trials that have ended; another seed, or it would draw the same ones again."""
@@ -71,12 +72,10 @@ class Tpe:
             self.study.add_trial(self._frozen(trial))
 
     def _frozen(self, trial):
-        states = self.optuna.trial.TrialState
-        done = trial.status == "completed" and _is_number(trial.final_map)
-        state = states.COMPLETE if done else states.PRUNED if trial.status == "eliminated" else states.FAIL
+        outcome = self._outcome(trial)
         params = {name: self._value(name, text) for name, text in trial.params.items() if name in self.space}
         return self.optuna.trial.create_trial(
-            state=state, value=trial.final_map if done else None, params=params,
+            state=outcome["state"], value=outcome["values"], params=params,
             distributions={name: self.space[name] for name in params},
             intermediate_values={epoch: score for epoch, score in enumerate(trial.curve) if _is_number(score)},
         )  # fmt: skip

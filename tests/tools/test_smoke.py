@@ -1,0 +1,44 @@
+"""The smoke test itself: its verdicts, and what it asks of a run."""
+
+import sys
+
+import pytest
+
+from tools import smoke
+from tools.approval.setup import Failed, NotMeasured
+from tools.experiments.runner import LOSS, FinishedRun
+
+
+def test_a_line_for_each_step_and_a_status(tmp_path, monkeypatch, capsys):
+    def fails(self, *kind):
+        raise Failed("the loss is lost")
+
+    def is_skipped(self, *kind):
+        raise NotMeasured("needs a GPU")
+
+    for name in ("images", "two_epochs", "test", "resume"):
+        monkeypatch.setattr(smoke.Smoke, name, lambda self: "as it should be")
+    monkeypatch.setattr(smoke.Smoke, "overfit", fails)
+    monkeypatch.setattr(smoke.Smoke, "amp", is_skipped)
+    monkeypatch.setattr(sys, "argv", ["smoke.py", "--out", str(tmp_path / "out"), "--device", "cpu"])
+    assert smoke.main() == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["PASS"] * 4 + ["FAIL"] + ["SKIP"] * 2
+    assert lines[0].startswith("PASS  draw 100 images") and lines[4].endswith("the loss is lost")
+    monkeypatch.setattr(smoke.Smoke, "overfit", lambda self: "")
+    assert smoke.main() == 0
+
+
+@pytest.mark.parametrize(
+    ("run", "fault"),
+    [
+        (("failed", "no such file", [0.5]), "no such file"),
+        (("completed", "", [0.5]), "results.csv has 1 epochs"),
+        (("completed", "", [0.5, float("nan")]), "not a number"),
+    ],
+)
+def test_a_run_that_is_not_right(run, fault, tmp_path):
+    status, message, losses = run
+    rows = [{"epoch": float(epoch), LOSS: loss} for epoch, loss in enumerate(losses)]
+    with pytest.raises(Failed, match=fault):
+        smoke.Smoke(tmp_path, 64, "cpu").rows(FinishedRun(tmp_path, status, message, rows=rows), 2)

@@ -1,0 +1,20 @@
+"""Tables of reports."""
+
+import statistics
+
+
+def table(header, rows):
+    """A markdown table: `header` and every row are lists of cells; a cell that is None stays empty."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join("" if cell is None else str(cell) for cell in line) + " |" for line in lines)
+
+
+def show(value, form):
+    """`value` in the format `form`, for instance {:.2f}; None was not measured."""
+    return "not measured" if value is None else form.format(value)
+
+
+def median(values):
+    """Median of what was measured; None when nothing was."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
