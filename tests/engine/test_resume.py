@@ -12,7 +12,7 @@ from tests.test_train import SLOW_WARMUP, Interrupted, interrupt_after, results_
 from utils.engine import resume
 from utils.engine.checkpoint import read_checkpoint
 from utils.plots.run import read_results
-from utils.run.folder import NothingToDo
+from utils.run.entry import NothingToDo
 
 SHORT_WARMUP = {"warmup_min_iters": 3, "warmup_epochs": 1.0}
 

@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 
-from utils.run.folder import NothingToDo
 from utils.system.files import printable
 
 # Packages and modules that read the same files in all processes of a run, so that they say the same in each.
@@ -22,6 +21,10 @@ MACHINE_FAULTS |= {f"CUDA error: {fault}": GPU_ADVICE for fault in GPU_FAULTS}
 MAX_CHARACTERS = 3000  # of an error; paths can be long
 FULL = "; make room, then train.py --resume goes on after the last complete epoch"
 ADVICE = {errno.ENOSPC: FULL, errno.EDQUOT: FULL, errno.EFBIG: FULL, errno.EMFILE: "; raise the limit with ulimit -n"}
+
+
+class NothingToDo(Exception):
+    """The run that was asked for is complete; the message says so."""
 
 
 def run(main, opt):
