@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from models.experimental import rebuild
 from models.yolo import Model
-from test import evaluate, log_scores, score_checkpoint
+from test import score_checkpoint
 from utils import head_config
 from utils.config.data_yaml import load_data_yaml
 from utils.config.hyp import load_hyp, save_hyp, scale_hyp
@@ -26,6 +26,7 @@ from utils.engine.autoanchor import check_anchors
 from utils.engine.batches import Trainable, multi_scaled
 from utils.engine.checkpoint import NoCheckpoints, check_finite, read_checkpoint, take_body, transfer
 from utils.engine.ema import ModelEMA
+from utils.engine.evaluate import evaluate, log_scores
 from utils.engine.trainer import Training, freeze_layers
 from utils.fast.compile_report import explain
 from utils.loggers.results import open_report
@@ -122,7 +123,7 @@ def train(hyp, opt, data, device, ranks):
 
 
 def finish_run(opt, data, loaders, report, checkpoints):
-    """After the last epoch: pictures, the official score on COCO, weights for inference."""
+    """After the last epoch: plots, the official score on COCO, weights for inference."""
     report.finish()
     for path in checkpoints.written() if data.is_coco and data.nc == 80 else ():
         score_checkpoint(path, data, opt, loaders.val.dataset.img_size, iou_thres=0.7)
@@ -160,16 +161,16 @@ def finish_epoch(epoch, rates, opt, training, progress, validate, report, checkp
     content = partial(resume.checkpoint, training, epoch, progress, report.results_text(), opt)
     checkpoints.after_epoch(content, epoch, is_best)
     if early_stopping.is_due(progress.best_epoch, progress.tested_epoch, opt.patience) and not is_last:
-        validate(True)  # this was the last epoch after all: its pictures
+        validate(True)  # this was the last epoch after all: its plots
 
 
 def validate_ema(ema, loader, data, compute_loss, opt, device, quick, is_last):
     """Score the moving average (in half precision on a GPU); returns results, AP of classes, HeadScores.
 
-    `quick` (None: test.evaluate) scores without pictures, so the last validation goes without it.
+    `quick` (None: `evaluate`) scores without plots, so the last validation goes without it.
     """
-    pictures = is_last and not opt.evolve
-    run = quick if quick and not pictures else partial(evaluate, picture_dir=opt.save_dir if pictures else None)
+    is_drawn = is_last and not opt.evolve
+    run = quick if quick and not is_drawn else partial(evaluate, plot_dir=opt.save_dir if is_drawn else None)
     evaluation = run(
         ema.ema_for_evaluation(half=device.type == "cuda"), loader, data.nc, data.names, single_cls=opt.single_cls,
         compute_loss=compute_loss, v5_metric=opt.v5_metric,

@@ -88,7 +88,7 @@ def drawing(pictures):
         return opened
 
     def evaluate_only(*args, **options):
-        return evaluate(*args, **(options | {"picture_dir": None}))
+        return evaluate(*args, **(options | {"plot_dir": None}))
 
     with ExitStack() as patches:
         if not pictures:

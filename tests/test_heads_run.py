@@ -64,7 +64,7 @@ def test_train_resume_and_score(tmp_path, caplog):
     )  # fmt: skip
     with small_run.drawing(pictures=False):
         test.main(opt)
-    table = [record.getMessage().split() for record in caplog.records if record.name == "test"]
+    table = [record.getMessage().split() for record in caplog.records if record.name == "utils.engine.evaluate"]
     assert [row[0] for row in table[:5]] == ["all", "greens", "Head", "red", "green"]
     assert [row[-5] for row in table[:5]] == ["6", "3", "3", "3", "3"]  # labels
     assert "--one-class-score has no effect" not in caplog.text

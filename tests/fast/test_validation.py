@@ -1,4 +1,4 @@
-"""--fast-val against test.evaluate: the same model and loader, equal scores; and a run that uses it."""
+"""--fast-val against engine.evaluate: the same model and loader, equal scores; and a run that uses it."""
 
 from types import SimpleNamespace
 
@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from models.yolo import Model
-from test import evaluate
 from tests import small_run
 from utils.config.options import train_parser
 from utils.datasets import create_dataloader
+from utils.engine.evaluate import evaluate
 from utils.fast import nms, validation
 from utils.fast.validation import FastValidation
 from utils.loss.criterion import ComputeLoss
