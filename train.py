@@ -24,7 +24,8 @@ from utils.engine import early_stopping, resume
 from utils.engine import optimizer as optim
 from utils.engine.autoanchor import check_anchors
 from utils.engine.batches import Trainable, multi_scaled
-from utils.engine.checkpoint import NoCheckpoints, check_finite, read_checkpoint, take_body, transfer
+from utils.engine.checkpoint import NoCheckpoints
+from utils.engine.checkpoint_reader import check_finite, read_checkpoint, take_body, transfer
 from utils.engine.ema import ModelEMA
 from utils.engine.evaluate import evaluate, log_scores
 from utils.engine.trainer import Training, freeze_layers

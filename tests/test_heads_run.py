@@ -14,7 +14,7 @@ from tests import small_run
 from tests.heads_cases import small_model
 from tests.tiny_model import tiny_model
 from utils.config.options import test_parser as parser_of_test
-from utils.engine.checkpoint import read_checkpoint, take_body
+from utils.engine.checkpoint_reader import read_checkpoint, take_body
 from utils.metrics.detection import DetectionScores
 from utils.metrics.multi_head import HeadScore, heads_of, score_heads
 

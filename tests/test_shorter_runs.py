@@ -9,7 +9,7 @@ import train
 from tests import small_run
 from tests.test_train import ROOT, SLOW_WARMUP, TWO_PROCESSES, program, results_of
 from utils.engine import resume
-from utils.engine.checkpoint import read_checkpoint
+from utils.engine.checkpoint_reader import read_checkpoint
 from utils.plots.run import read_results
 
 FAST_WARMUP = {"warmup_min_iters": 1, "warmup_epochs": 0.0}

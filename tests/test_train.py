@@ -14,7 +14,7 @@ import yaml
 
 import train
 from tests import parity, small_run, traces
-from utils.engine.checkpoint import read_checkpoint
+from utils.engine.checkpoint_reader import read_checkpoint
 from utils.plots.run import read_results
 from utils.run.entry import NothingToDo
 

@@ -22,7 +22,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from utils.engine.checkpoint import read_checkpoint  # noqa: E402  (needs the path above)
+from utils.engine.checkpoint_reader import read_checkpoint  # noqa: E402  (needs the path above)
 from utils.plots.run import read_results  # noqa: E402
 
 NUM_TRAIN, NUM_VAL = 80, 20

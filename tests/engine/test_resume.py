@@ -10,7 +10,7 @@ import train
 from tests import small_run
 from tests.test_train import SLOW_WARMUP, Interrupted, interrupt_after, results_of
 from utils.engine import resume
-from utils.engine.checkpoint import read_checkpoint
+from utils.engine.checkpoint_reader import read_checkpoint
 from utils.plots.run import read_results
 from utils.run.entry import NothingToDo
 

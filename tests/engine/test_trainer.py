@@ -9,7 +9,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from tests.tiny_model import tiny_model
 from utils.engine.batches import Batch
-from utils.engine.checkpoint import read_checkpoint, save
+from utils.engine.checkpoint import save
+from utils.engine.checkpoint_reader import read_checkpoint
 from utils.engine.ema import ModelEMA
 from utils.engine.optimizer import build_optimizer, lr_factor
 from utils.engine.trainer import Training, freeze_layers, precision_of

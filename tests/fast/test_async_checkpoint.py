@@ -11,7 +11,8 @@ import torch
 from tests import small_run
 from tests.engine.test_trainer import new_training, run
 from utils.engine import checkpoint
-from utils.engine.checkpoint import Checkpoints, read_checkpoint
+from utils.engine.checkpoint import Checkpoints
+from utils.engine.checkpoint_reader import read_checkpoint
 from utils.fast.async_checkpoint import BackgroundCheckpoints, snapshot
 from utils.loggers.results import RunReport
 from utils.run import fast_paths

@@ -8,7 +8,8 @@ import torch
 from tests import small_run, step_cases
 from tests.engine.test_trainer import squares
 from tests.step_cases import assert_equal_runs, batches, new_training
-from utils.engine.checkpoint import read_checkpoint, save
+from utils.engine.checkpoint import save
+from utils.engine.checkpoint_reader import read_checkpoint
 from utils.engine.trainer import freeze_layers
 from utils.fast.train_step import FastSteps
 from utils.plots.run import read_results

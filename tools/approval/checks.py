@@ -98,7 +98,7 @@ def compiled_run(setup: Setup):
 
 
 def same_keys(setup: Setup):
-    from utils.engine.checkpoint import read_checkpoint
+    from utils.engine.checkpoint_reader import read_checkpoint
 
     files = [setup.folder_of(name) / "weights" / "last.pt" for name in ("no flag", "USE_COMPILE=1")]
     if not files[1].is_file():

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 
 from utils.engine import optimizer as optim
-from utils.engine.checkpoint import same_layout, training_checkpoint, transfer
+from utils.engine.checkpoint import training_checkpoint
+from utils.engine.checkpoint_reader import same_layout, transfer
 
 logger = logging.getLogger(__name__)
 

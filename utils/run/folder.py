@@ -16,7 +16,7 @@ from utils.config.options import (
     warn_about_idle_options,
 )
 from utils.engine import early_stopping, resume
-from utils.engine.checkpoint import full_state_path, read_checkpoint
+from utils.engine.checkpoint_reader import full_state_path, read_checkpoint
 from utils.run.entry import NothingToDo
 from utils.system.distributed import Ranks
 from utils.system.files import check_can_be_made, check_file, increment_path, remove_leftovers
