@@ -29,7 +29,7 @@ from utils.engine.checkpoint_reader import check_finite, read_checkpoint, take_b
 from utils.engine.ema import ModelEMA
 from utils.engine.evaluate import evaluate, log_scores
 from utils.engine.trainer import Training, freeze_layers
-from utils.fast.compile_report import explain
+from utils.fast.compile import explain
 from utils.loggers.results import open_report
 from utils.metrics.detection import fitness
 from utils.metrics.multi_head import heads_of, score_heads

@@ -16,7 +16,7 @@ from tests.label_sets import BOX, make_dataset
 from tests.tiny_model import tiny_model
 from utils.config.options import train_parser
 from utils.data.scan import scan_dataset
-from utils.run import entry as cli
+from utils.run import entry
 
 REFUSED = "was refused, nothing of it was run"
 
@@ -53,7 +53,7 @@ def load_alone(path, folder):
         attempt_load(str(path))
 
     with pytest.raises(SystemExit) as end:
-        cli.run(main, None)
+        entry.run(main, None)
     return end.value.code
 
 

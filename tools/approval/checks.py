@@ -34,10 +34,6 @@ def call(*words, environment=None):
     )  # fmt: skip
 
 
-def has_compile():
-    return any(PROJECT_ROOT.glob("utils/compile*.py"))
-
-
 # ---- stage 1 ---------------------------------------------------------------------------------------------------------
 
 
@@ -85,8 +81,6 @@ def a_run_without_flags(setup: Setup):
 
 
 def compiled_run(setup: Setup):
-    if not has_compile():
-        raise NotMeasured("USE_COMPILE is not in this version")
     eager = setup.train("no flag")
     run = setup.train("USE_COMPILE=1", environment={"USE_COMPILE": "1"})
     equality = same_results(eager, run, LATER_EPOCHS)
@@ -109,8 +103,6 @@ def same_keys(setup: Setup):
 
 
 def diagnosis(setup: Setup):
-    if not has_compile():
-        raise NotMeasured("DIAGNOSE_COMPILE is not in this version")
     place = ["--project", str(setup.out / "runs"), "--name", "diagnosis", "--exist-ok"]
     answer = call("train.py", *setup.arguments(1), *place, environment={"DIAGNOSE_COMPILE": "1"})
     (setup.out / "diagnosis.txt").write_text(answer.stdout + answer.stderr)
@@ -133,9 +125,7 @@ def combinations(on_gpu, everything):
     steps = ["", "--fast-step", *(["--fast-step --cuda-graph"] if on_gpu else [])]
     flags = [" ".join(filter(None, chosen)).split() for chosen in itertools.product(loaders, losses, steps)]
     chosen = [(words, {}) for words in [*flags, ["--fast"]]]
-    if has_compile():
-        chosen += [(words, {"USE_COMPILE": "1"}) for words in (flags if everything else (flags[0], flags[-1]))]
-    return chosen
+    return chosen + [(words, {"USE_COMPILE": "1"}) for words in (flags if everything else (flags[0], flags[-1]))]
 
 
 def gpu_is_used(setup):
