@@ -98,7 +98,7 @@ def aim(moment, number, rng, epochs):
         tear_a_file(".pt." if moment == "checkpoint" else ".", rng.randint(1, 2 * epochs), num_bytes, number)
     elif moment == "validation":
         timer = threading.Timer(rng.uniform(0, 0.05), die, [number])
-        before_call(train, "evaluate", call, timer.start)
+        before_call(train, "validate_ema", call, timer.start)
     elif moment == "results":
         before_call(Checkpoints, "after_epoch", call, lambda: die(number))
     elif moment == "last steps":

@@ -17,6 +17,8 @@ from utils.config.options import test_parser as parser_of_test
 from utils.engine.checkpoint_reader import read_checkpoint, take_body
 from utils.metrics.detection import DetectionScores
 from utils.metrics.multi_head import HeadScore, heads_of, score_heads
+from utils.run.context import Run
+from utils.system.distributed import Ranks
 
 HEADS = {
     "nc": 2,
@@ -119,7 +121,8 @@ def built(folder, **options):
     """What train.build_model makes of the files in `folder`."""
     files = {"cfg": str(folder / "heads_cfg.yaml"), "heads": 2, "head_config": str(folder / "heads.yaml")}
     opt = {"resume": False, "weights": "", "transfer_weights": False, "data": "d.yaml", **files, **options}
-    return train.build_model(SimpleNamespace(**opt), {}, SimpleNamespace(nc=2), torch.device("cpu"))[0]
+    run = Run(SimpleNamespace(**opt), {}, SimpleNamespace(nc=2), torch.device("cpu"), Ranks())
+    return train.build_model(run)[0]
 
 
 def test_scores_by_head():

@@ -46,13 +46,16 @@ def help_names_every_flag(setup):
 
 
 def off_by_default(setup):
+    import torch
+
     from utils.run import fast_paths
 
     opt = train_parser().parse_args([])
     opt_in = [flag for flag in TRAIN_FLAGS.values() if flag.stage]
     wrong = [flag.name for flag in opt_in if getattr(opt, flag.dest) not in (False, 0, None)]
     expect(not wrong, f"on without being asked for: {', '.join(wrong)}")
-    expect(fast_paths.loader_options(opt) == {}, "the loader gets options without a flag")
+    chosen = fast_paths.choose(opt, torch.device("cpu"))
+    expect(chosen is fast_paths.REFERENCE, f"an opt-in path without a flag: {chosen}")
     return "no flag, no opt-in path"
 
 

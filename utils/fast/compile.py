@@ -14,6 +14,7 @@ Environment, all optional:
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,32 +34,24 @@ NUM_IMAGES = 2  # the graphs do not depend on it, and BatchNorm wants more than 
 BOXES = ((0.3, 0.4, 0.2, 0.3), (0.6, 0.5, 0.4, 0.5))  # x, y, w, h, normalised
 
 
-class Settings(NamedTuple):
+class CompileOptions(NamedTuple):
     """What to compile with."""
 
     backend: str
     mode: str
 
 
-def settings():
-    """The Settings that the environment asks for, None without USE_COMPILE=1. Raises ValueError for an unknown mode."""
-    if not is_on("USE_COMPILE"):
-        return None
-    chosen = Settings(os.environ.get("COMPILE_BACKEND") or "inductor", os.environ.get("COMPILE_MODE") or "default")
-    if chosen.mode not in MODES:
-        raise ValueError(f"COMPILE_MODE={chosen.mode} is unknown: give one of {', '.join(MODES)}")
-    return chosen
+def options_from_environment() -> CompileOptions:
+    """The CompileOptions that the environment asks for. Raises ValueError for an unknown mode."""
+    options = CompileOptions(
+        os.environ.get("COMPILE_BACKEND") or "inductor", os.environ.get("COMPILE_MODE") or "default"
+    )
+    if options.mode not in MODES:
+        raise ValueError(f"COMPILE_MODE={options.mode} is unknown: give one of {', '.join(MODES)}")
+    return options
 
 
-def is_on(name):
-    """Whether the environment variable `name` is 1; unset, empty and 0 mean no. Raises ValueError for anything else."""
-    value = os.environ.get(name, "").strip()
-    if value not in ("", "0", "1"):
-        raise ValueError(f"{name}={value} is not understood: give 1 or 0")
-    return value == "1"
-
-
-def compile_model(called, chosen, on_compiled):
+def compile_model(called: nn.Module, on_compiled: Callable, options: CompileOptions) -> None:
     """Compile `called`, the model as training calls it, in place at its first batch; failing is a warning.
 
     `on_compiled(seconds)` is told what compiling has cost, before the batch is trained.
@@ -71,7 +64,7 @@ def compile_model(called, chosen, on_compiled):
     eager = model._call_impl
     try:
         torch.compiler.reset()  # an earlier training of this process, in a search, counts against torch's limit
-        model.compile(backend=chosen.backend, mode=chosen.mode, dynamic=False)
+        model.compile(backend=options.backend, mode=options.mode, dynamic=False)
     except Exception as error:  # compilers fail in any way, and none is worth the run
         _warn_eager(error)
         return
