@@ -12,7 +12,7 @@ import torch
 
 from models.experimental import attempt_load
 from utils.config.data_yaml import load_data_yaml
-from utils.config.options import check_test_options, round_up, test_parser
+from utils.config.options import check_img_size, check_test_options, test_parser
 from utils.data.scan import check_labels
 from utils.datasets import create_dataloader
 from utils.engine.evaluate import evaluate, log_scores
@@ -71,7 +71,7 @@ def score(opt, weights, data, *, image_size, conf_thres, iou_thres, plots=True, 
         model.half()
     check_classes(model, weights, data, opt)
     stride = max(int(model.stride.max()), 32)
-    image_size, names = round_up(image_size, stride), data.names
+    image_size, names = check_img_size(image_size, stride), data.names
     split = opt.task if opt.task in ("train", "val", "test") else "val"
     loader = open_loader(opt, data, split, image_size, stride, opt.batch_size)
     if device.type == "cuda":

@@ -8,12 +8,14 @@ import logging
 import pickle
 import tarfile
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
 from utils.head_config import description_in_model
 
@@ -146,7 +148,7 @@ def _allowed_names():
         torch.serialization.add_safe_globals(before)
 
 
-def read_checkpoint(path):
+def read_checkpoint(path: str | Path) -> Checkpoint:
     """Read a .pt file (a training checkpoint, a pickled model, or a state dict) on the CPU without running its code.
 
     Raises ValueError, naming the file, when it is missing, damaged, or contains names outside the allow-list.
@@ -238,17 +240,19 @@ def _tensor(value, name):
     return value.detach()
 
 
-def transfer(model, state, exclude=()):
-    """Load the entries of `state` that the model has under the same name and shape; returns how many.
+def intersect_dicts(da: dict, db: dict, exclude: Sequence[str] = ()) -> dict:
+    """The entries of the state dict `da` that `db` has under the same name and shape.
 
     Entries whose name contains a word of `exclude` are left out.
     """
-    own = model.state_dict()
-    taken = {
-        key: value.float() if value.is_floating_point() else value
-        for key, value in state.items()
-        if key in own and own[key].shape == value.shape and not any(word in key for word in exclude)
-    }
+    common = {key: value for key, value in da.items() if key in db and value.shape == db[key].shape}
+    return {key: value for key, value in common.items() if not any(word in key for word in exclude)}
+
+
+def transfer(model: nn.Module, state: dict, exclude: Sequence[str] = ()) -> int:
+    """Load the `intersect_dicts` of `state` and the model, in full precision; returns how many there are."""
+    taken = intersect_dicts(state, model.state_dict(), exclude)
+    taken = {key: value.float() if value.is_floating_point() else value for key, value in taken.items()}
     model.load_state_dict(taken, strict=False)
     return len(taken)
 
@@ -260,10 +264,10 @@ def take_body(model, state, path):
     """
     own, head = model.state_dict(), f"model.{len(model.model) - 1}."
     body = {key: value for key, value in state.items() if not key.startswith(head) or "anchor" in key}
-    taken = {key for key, value in body.items() if key in own and own[key].shape == value.shape}
+    taken = intersect_dicts(body, own)
     if not any(not key.startswith(head) for key in taken):
         raise ValueError(f"{path} has no layer in common with this model; give a checkpoint of the same network")
-    transfer(model, {key: body[key] for key in taken})
+    transfer(model, taken)
     logger.info("Transferred %d/%d items from %s: backbone, neck, anchors", len(taken), len(own), path)
     other_shape = [key for key in body if key in own and key not in taken]
     lists = {

@@ -5,6 +5,8 @@ import logging
 import os
 import sys
 import threading
+from argparse import Namespace
+from collections.abc import Callable
 
 from utils.system.files import printable
 
@@ -27,20 +29,25 @@ class NothingToDo(Exception):
     """The run that was asked for is complete; the message says so."""
 
 
-def run(main, opt):
-    """Call main(opt) and leave the process: status 0, or 2 with one sentence for wrong input or a file that failed.
+def set_logging(rank: int = -1) -> None:
+    """Log lines go to the standard output.
 
-    Log lines go to the standard output, progress bars to the standard error. Processes other than the main one of a
-    distributed run only log warnings, and none about what all of them read alike. YOLOV7FAST_TRACEBACK=1 shows where an
-    error came from.
+    Processes of a rank above 0 only log warnings, and none about what all of them read alike.
     """
-    is_main = os.environ.get("RANK", "0") in ("0", "-1")
-    for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a letter of a name shows its number instead
-        stream.reconfigure(errors="backslashreplace")
     handler = _Handler(sys.stdout)
     handler.setFormatter(_Formatter("%(message)s"))
-    handler.addFilter(lambda record: is_main or not record.name.startswith(READ_BY_ALL))
-    logging.basicConfig(handlers=[handler], level=logging.INFO if is_main else logging.WARNING)
+    handler.addFilter(lambda record: rank <= 0 or not record.name.startswith(READ_BY_ALL))
+    logging.basicConfig(handlers=[handler], level=logging.INFO if rank <= 0 else logging.WARNING)
+
+
+def run(main: Callable[[Namespace], None], opt: Namespace) -> None:
+    """Call main(opt) and leave the process: status 0, or 2 with one sentence for wrong input or a file that failed.
+
+    Progress bars go to the standard error. YOLOV7FAST_TRACEBACK=1 shows where an error came from.
+    """
+    for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a letter of a name shows its number instead
+        stream.reconfigure(errors="backslashreplace")
+    set_logging(0 if os.environ.get("RANK", "0") in ("0", "-1") else 1)
     threading.excepthook = _report_thread
     try:
         main(opt)
@@ -93,12 +100,12 @@ def _report_thread(fault):
 
 
 def _refuse(error):
-    text = printable(_in_words(error))
+    text = printable(_describe(error))
     print(f"error: {text[:MAX_CHARACTERS]}{'...' * (len(text) > MAX_CHARACTERS)}", file=sys.stderr, flush=True)
     return 2
 
 
-def _in_words(error):
+def _describe(error):
     """One sentence for an error that ends the program."""
     if isinstance(error, MemoryError):
         return "the main memory is full: fewer --workers, a smaller --batch-size, or no --cache-images need less"

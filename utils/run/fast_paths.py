@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from utils.config.options import train_parser
+from utils.config.flags import TRAIN_FLAGS
 from utils.engine import batches
 from utils.engine.checkpoint import Checkpoints
 from utils.engine.evaluate import evaluate
@@ -24,7 +24,6 @@ from utils.loss import losses_by_epoch
 
 logger = logging.getLogger(__name__)
 
-DEFAULTS = vars(train_parser().parse_args([]))
 LOADER_FLAGS = ("fast", "fast_dataloader", "persistent_workers", "worker_tensor", "micro_batch_size", "prefetch_factor",
                 "max_iter", "seed")  # fmt: skip
 
@@ -108,7 +107,7 @@ def choose(opt: Namespace, device: torch.device) -> Paths:
         precision = opt.amp or ("fp16" if device.type == "cuda" else "off")
         rows.append(("amp", precision, asked(opt, "amp") or default))
     for row in [("seam", "chosen", "why"), *rows] if rows else ():
-        logger.info("%-11s| %-48s| %s", *row)
+        logger.info("%-11s | %-47s | %s", *row)
     if asked(opt, "sync_interval") and not wanted_for_a_step(opt, "fast_step"):
         logger.warning("--sync-interval %d has no effect without --fast-step", opt.sync_interval)
     return paths
@@ -146,15 +145,15 @@ def fill_seams(opt, device):
 def asked(opt: Namespace, *names: str) -> str | None:
     """The first of these flags that is not at its default, as it is typed."""
     for name in names:
-        value = getattr(opt, name)
-        if value != DEFAULTS[name]:
-            return f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+        value, flag = getattr(opt, name), TRAIN_FLAGS[name]
+        if value != flag.default:
+            return flag.name if value is True else f"{flag.name} {value}"
     return None
 
 
 def wanted_for_a_step(opt, name):
     """As `asked`, for the graph and what it needs: --fast means all that this machine can run."""
-    return asked(opt, name, "fast") or (f"--cuda-graph needs --{name.replace('_', '-')}" if opt.cuda_graph else None)
+    return asked(opt, name, "fast") or (f"--cuda-graph needs {TRAIN_FLAGS[name].name}" if opt.cuda_graph else None)
 
 
 def is_on(name: str) -> bool:
@@ -237,7 +236,7 @@ def loader_options(opt: Namespace, device: torch.device) -> dict[str, Any]:
 
 def describe(loader: dict[str, Any]) -> str:
     """What the loader flags chose, for the log."""
-    words = ["workers assemble batches in shared memory" if loader.get("worker_tensor") else "torch's"]
+    words = ["batches in shared memory" if loader.get("worker_tensor") else "torch's"]
     words += ["last steps on the GPU"] * ("finish_later" in loader)
     words += ["workers stay"] * bool(loader.get("persistent_workers"))
     words += ["draws by seed, epoch and image"] * (loader.get("seed") is not None)

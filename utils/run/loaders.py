@@ -8,7 +8,7 @@ from functools import partial
 from torch.utils.data import DataLoader
 
 from utils.config import resize_schedule
-from utils.config.options import round_up
+from utils.config.options import check_img_size
 from utils.config.resize_schedule import ResizeSchedule
 from utils.data import subset
 from utils.data.image_cache import check_memory_for, give_back_memory
@@ -57,7 +57,7 @@ def open_loaders(run: Run, fast: dict, stride: int, first_epoch: int) -> Loaders
     `fast` are further keyword arguments of create_dataloader (Paths.loader). `stride` in pixels: all image sizes become
     multiples of it.
     """
-    sizes = resize_schedule.from_options(run.options).rounded(partial(round_up, stride=stride))
+    sizes = resize_schedule.from_options(run.options).rounded(partial(check_img_size, s=stride))
     open_training = partial(open_train_loader, run, fast, stride)
     image_size = sizes.at(first_epoch)
     train_loader, dataset = open_training(image_size, first_epoch)
@@ -86,7 +86,7 @@ def open_train_loader(run, fast, stride, image_size, first_epoch):
 
 def open_val_loader(run, fast, stride, first_epoch):
     """The validation loader; --overfit validates on its training images, placed as in training."""
-    opt, image_size = run.options, round_up(run.options.img_size[1], stride)
+    opt, image_size = run.options, check_img_size(run.options.img_size[1], stride)
     path, subset_filter = (run.data.train, subset.from_options(opt)) if opt.overfit else (run.data.val, None)
     # --max-iter shortens training only, and only training batches pass where the GPU does the last steps
     fast = {name: value for name, value in fast.items() if name not in ("max_batches", "finish_later")}
