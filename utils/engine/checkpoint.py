@@ -6,19 +6,22 @@ read by checkpoint_reader.py.
 
 import logging
 import shutil
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
-from utils.engine.checkpoint_reader import full_state_path, read_checkpoint
+from utils.engine.checkpoint_reader import StoredModel, full_state_path, read_checkpoint
 from utils.system.distributed import unwrap
 from utils.system.files import atomic_write, replacement
 
 logger = logging.getLogger(__name__)
 
 
-def save(content, path):
+def save(content: Any, path: str | Path) -> None:
     """torch.save to a temporary file that then takes the place of `path`: a crash leaves the old file whole."""
     with atomic_write(path) as file:
         try:
@@ -60,11 +63,11 @@ class Checkpoints:
         self.last, self.best = self.folder / "last.pt", self.folder / "best.pt"
         self.folder.mkdir(parents=True, exist_ok=True)
 
-    def initial(self, model):
+    def initial(self, model: nn.Module) -> None:
         """init.pt, the bare model before the first step."""
         save(_in_stock_order(model), self.folder / "init.pt")
 
-    def after_epoch(self, make_content, epoch, is_best):
+    def after_epoch(self, make_content: Callable[[], dict], epoch: int, is_best: bool) -> None:
         """Write last.pt, and before it the files that this epoch deserves; `is_best` only for a validated epoch.
 
         `make_content()` returns the checkpoint; it copies both models, and is not called when nothing is written. A run
@@ -94,11 +97,11 @@ class Checkpoints:
     def wait(self):
         """Return when the files of the epochs before are written; here they always are."""
 
-    def written(self):
+    def written(self) -> list[Path]:
         """last.pt and best.pt, those that exist."""
         return [path for path in (self.last, self.best) if path.exists()]
 
-    def strip(self, rebuild):
+    def strip(self, rebuild: Callable[[StoredModel], nn.Module]) -> None:
         """Reduce last.pt and best.pt to the model for inference; the full last state moves to last_full.pt.
 
         `rebuild` makes a Model of a StoredModel.
@@ -115,20 +118,13 @@ class Checkpoints:
 class NoCheckpoints:
     """The checkpoints of a process, or of a search, that saves nothing."""
 
-    def initial(self, model):
-        pass
+    def _nothing(self, *_):
+        """Writes no file."""
 
-    def after_epoch(self, make_content, epoch, is_best):
-        pass
-
-    def wait(self):
-        pass
+    initial = after_epoch = wait = strip = _nothing
 
     def written(self):
         return []
-
-    def strip(self, rebuild):
-        pass
 
 
 def _inference_content(model, checkpoint):

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,17 +58,17 @@ def evaluate(
     """
     weight = next(model.parameters())
     scores, confusion = DetectionScores(), ConfusionMatrix(nc)
-    losses, timer = torch.zeros(3, device=weight.device), StageTimer(weight.device)
+    losses, seconds = torch.zeros(3, device=weight.device), {"inference": 0.0, "nms": 0.0}
     for index, (images, targets, paths, shapes) in enumerate(tqdm(loader, desc=HEADER)):
         images, targets = images.to(weight.device, weight.dtype) / 255, targets.to(weight.device)
         shape = images.shape[2:]
-        with timer("inference"):
+        with timed(seconds, "inference", weight.device):
             predictions, maps = model(images, augment=augment)
         if compute_loss is not None:
             losses += compute_loss(in_float32(maps), targets)[1][:3]
         in_pixels = targets * targets.new_tensor([1, 1, shape[1], shape[0], shape[1], shape[0]])
         known = [in_pixels[in_pixels[:, 0] == i, 1:] for i in range(len(images))] if hybrid else ()
-        with timer("nms"):
+        with timed(seconds, "nms", weight.device):
             detections = non_max_suppression(predictions, conf_thres, iou_thres, labels=known, multi_label=True)
         # all that follows happens image by image, on the host
         detections, in_pixels = [rows.cpu() for rows in detections], in_pixels.cpu()
@@ -91,34 +92,22 @@ def evaluate(
     if plot_dir:
         plots.plot_curves(summary.curves, plot_dir, names)
         plots.plot_confusion_matrix(confusion.matrix, names, plot_dir)
-    return Evaluation(summary, (losses / max(len(loader), 1)).tolist(), timer.per_image(scores.num_images))
+    times = [1e3 * spent / max(scores.num_images, 1) for spent in seconds.values()]
+    return Evaluation(summary, (losses / max(len(loader), 1)).tolist(), (*times, sum(times)))
 
 
-class StageTimer:
-    """Seconds spent in inference and NMS; waits for the GPU at both ends of each."""
+@contextmanager
+def timed(seconds, stage, device):
+    """Adds the time of what happens inside to seconds[stage]; waits for the GPU at both ends."""
 
-    def __init__(self, device):
-        self.device, self.seconds, self.stage, self.start = device, {"inference": 0.0, "nms": 0.0}, None, 0.0
-
-    def __call__(self, stage):
-        self.stage = stage
-        return self
-
-    def _now(self):
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    def now():
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         return time.perf_counter()
 
-    def __enter__(self):
-        self.start = self._now()
-
-    def __exit__(self, *error):
-        self.seconds[self.stage] += self._now() - self.start
-
-    def per_image(self, num_images):
-        """Milliseconds an image: inference, NMS, both."""
-        inference, nms = (1e3 * seconds / max(num_images, 1) for seconds in self.seconds.values())
-        return inference, nms, inference + nms
+    start = now()
+    yield
+    seconds[stage] += now() - start
 
 
 def to_native(detections, network_shape, image_shape, ratio_pad):

@@ -54,7 +54,7 @@ class Paths:
 REFERENCE = Paths()
 
 
-class Path(NamedTuple):
+class FastPath(NamedTuple):
     """A row of the table: an opt-in implementation of a seam."""
 
     seam: str  # field of Paths
@@ -65,37 +65,38 @@ class Path(NamedTuple):
     is_loud: bool = False  # an obstacle is a warning: the user asked for this very path
 
 
-def table(opt: Namespace, device: torch.device) -> tuple[Path, ...]:
+def table(opt: Namespace, device: torch.device) -> tuple[FastPath, ...]:
     """All opt-in paths. Where two rows of one seam are chosen, the later one builds on the earlier, or replaces it."""
     graph, step, loss = (wanted_for_a_step(opt, name) for name in ("cuda_graph", "fast_step", "fast_loss"))
     targets_device = torch.device("cpu") if loss else None  # --fast-loss prepares its candidates there
-    on_gpu, loader = device.type == "cuda", loader_options(opt, device)
+    on_gpu, loader, changing = device.type == "cuda", loader_options(opt, device), asked(opt, "multi_scale", "rect")
     compiling = "USE_COMPILE=1" if is_on("USE_COMPILE") else None
     compiler = load("utils.fast.compile:options_from_environment")() if compiling else ()
     return (
-        Path("loader", describe(loader), " ".join(filter(None, (asked(opt, name) for name in LOADER_FLAGS))), None,
-             lambda _: loader),
-        Path("losses", "whole batch at once (loss/batched.py)", loss, None,
-             lambda losses: partial(losses, classes=load("utils.loss.batched:CLASSES"))),
-        Path("losses", f"plain, OTA in the last {opt.ota_last} epochs", asked(opt, "ota_last"), None,
-             lambda losses: partial(losses, ota_last=opt.ota_last)),
-        Path("batches", "targets stay on the host", loss if on_gpu else None, None,
-             lambda plain: partial(plain, targets_device=targets_device)),
-        Path("batches", "copied ahead on a side stream, as bytes" if on_gpu else "as bytes", step, None,
-             lambda _: load("utils.fast.prefetcher:Prefetcher")(targets_device, floats=opt.multi_scale)),
-        Path("forward", "fused kernels (models/fused.py)", step, step and why_not_fused(opt, device, compiling),
-             lambda _: load("models.fused:fused_model")),
-        Path("compile", f"torch.compile ({', '.join(compiler)})", compiling, why_not_compiled(opt),
-             lambda _: partial(load("utils.fast.compile:compile_model"), options=compiler), is_loud=True),
-        Path("steps", f"no waiting, losses every {opt.sync_interval} steps", step, None,
-             lambda _: partial(load("utils.fast.train_step:FastSteps"), interval=opt.sync_interval)),
-        Path("steps", "captured in a CUDA graph", graph, why_no_graph(opt, device),
-             lambda _: partial(load("utils.fast.graph_step:GraphSteps"), interval=opt.sync_interval),
-             is_loud=opt.cuda_graph),
-        Path("evaluate", "on the device, in batches (fast/validation.py)", asked(opt, "fast_val", "fast"), None,
-             lambda _: load("utils.fast.validation:FastValidation")()),
-        Path("checkpoints", "written by a thread", step, None,
-             lambda _: load("utils.fast.async_checkpoint:BackgroundCheckpoints")),
+        FastPath("loader", describe(loader), " ".join(filter(None, (asked(opt, name) for name in LOADER_FLAGS))), None,
+                 lambda _: loader),
+        FastPath("losses", "whole batch at once (loss/batched.py)", loss, None,
+                 lambda losses: partial(losses, classes=load("utils.loss.batched:CLASSES"))),
+        FastPath("losses", f"plain, OTA in the last {opt.ota_last} epochs", asked(opt, "ota_last"), None,
+                 lambda losses: partial(losses, ota_last=opt.ota_last)),
+        FastPath("batches", "targets stay on the host", loss if on_gpu else None, None,
+                 lambda plain: partial(plain, targets_device=targets_device)),
+        FastPath("batches", "copied ahead on a side stream, as bytes" if on_gpu else "as bytes", step, None,
+                 lambda _: load("utils.fast.prefetcher:Prefetcher")(targets_device, floats=opt.multi_scale)),
+        FastPath("forward", "fused kernels (models/fused.py)", step, step and why_not_fused(opt, device, compiling),
+                 lambda _: load("models.fused:fused_model")),
+        FastPath("compile", f"torch.compile ({', '.join(compiler)})", compiling,
+                 changing and f"no effect with {changing}, image sizes change",
+                 lambda _: partial(load("utils.fast.compile:compile_model"), options=compiler), is_loud=True),
+        FastPath("steps", f"no waiting, losses every {opt.sync_interval} steps", step, None,
+                 lambda _: partial(load("utils.fast.train_step:FastSteps"), interval=opt.sync_interval)),
+        FastPath("steps", "captured in a CUDA graph", graph, why_no_graph(opt, device),
+                 lambda _: partial(load("utils.fast.graph_step:GraphSteps"), interval=opt.sync_interval),
+                 is_loud=opt.cuda_graph),
+        FastPath("evaluate", "on the device, in batches (fast/validation.py)", asked(opt, "fast_val", "fast"), None,
+                 lambda _: load("utils.fast.validation:FastValidation")()),
+        FastPath("checkpoints", "written by a thread", step, None,
+                 lambda _: load("utils.fast.async_checkpoint:BackgroundCheckpoints")),
     )  # fmt: skip
 
 
@@ -189,12 +190,6 @@ def why_not_fused(opt: Namespace, device: torch.device, compiling: str | None) -
         **_many_gpus(opt),
         "torch.compile makes its own": compiling,
     })  # fmt: skip
-
-
-def why_not_compiled(opt: Namespace) -> str | None:
-    """What makes USE_COMPILE=1 pointless."""
-    changing = asked(opt, "multi_scale", "rect")
-    return f"no effect with {changing}, image sizes change" if changing else None
 
 
 def _many_gpus(opt):

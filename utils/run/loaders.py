@@ -74,7 +74,7 @@ def open_train_loader(run, fast, stride, image_size, first_epoch):
         run.data.train, image_size, opt.batch_size, stride, opt, hyp=run.hyp, augment=not opt.overfit,
         cache=opt.cache_images, rect=opt.rect, rank=ranks.rank, world_size=ranks.world_size, workers=opt.workers,
         image_weights=opt.image_weights, quad=opt.quad, prefix="train: ", subset_filter=subset.from_options(opt),
-        **with_first_epoch(fast, first_epoch),
+        **(fast and fast | {"first_epoch": first_epoch}),
     )  # fmt: skip
     check_labels(dataset, run.data, opt.strict_data)
     if opt.total_batch_size > len(dataset):
@@ -93,12 +93,7 @@ def open_val_loader(run, fast, stride, first_epoch):
     loader, dataset = create_dataloader(
         path, image_size, opt.test_batch_size or opt.batch_size * 2, stride, opt, hyp=run.hyp,
         cache=not opt.notest and opt.cache_images, rect=not opt.overfit, pad=0.5, world_size=run.ranks.world_size,
-        workers=opt.workers, prefix="val: ", subset_filter=subset_filter, **with_first_epoch(fast, first_epoch),
+        workers=opt.workers, prefix="val: ", subset_filter=subset_filter, **(fast and fast | {"first_epoch": first_epoch}),
     )  # fmt: skip
     check_labels(dataset, run.data, opt.strict_data)
     return loader
-
-
-def with_first_epoch(fast, first_epoch):
-    """The reference has no use for the epoch: its draws follow the global generators."""
-    return fast | {"first_epoch": first_epoch} if fast else {}
