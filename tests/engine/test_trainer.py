@@ -14,6 +14,7 @@ from utils.engine.checkpoint_reader import read_checkpoint
 from utils.engine.ema import ModelEMA
 from utils.engine.optimizer import build_optimizer, lr_factor
 from utils.engine.trainer import Trainer, freeze_layers, precision_of
+from utils.fast.train_step import FastSteps
 
 HYP = {"warmup_bias_lr": 0.1, "warmup_momentum": 0.8, "momentum": 0.9}
 LR0 = 0.01
@@ -53,6 +54,31 @@ def gradients(trainer):
 
 
 # ---- one step -------------------------------------------------------------------------------------------------------
+
+
+class Doubled(torch.nn.Module):
+    """Another form of a model, over the same tensors."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, images):
+        return [2 * level for level in self.model(images)]
+
+
+@pytest.mark.parametrize("make_steps", [lambda trainer: trainer, FastSteps])
+def test_the_forward_pass_calls_the_network(make_steps):
+    trainer = new_trainer()
+    expected = trainer.step(0, 0, batch(0))[3]
+    trainer = new_trainer()
+    steps = make_steps(trainer)
+    network = Doubled(trainer.model).eval()
+    trainer.start(trainer.model, squares, 1.0, 0, 100, network)
+    steps.begin_epoch()
+    items = torch.cat((steps.step(0, 0, batch(0)).view(-1, 4), steps.late_items()))
+    assert network.training and items[0, 3] == pytest.approx(4 * expected.item(), rel=1e-5)
+    assert list(trainer.checkpoint(0, 0.0, "")["model"].state_dict()) == list(trainer.model.state_dict())
 
 
 @pytest.mark.parametrize(("total_batch", "accumulate"), [(1, 64), (16, 4), (20, 3), (64, 1), (384, 1)])

@@ -53,20 +53,20 @@ def test_a_slot_is_filled_again_only_after_the_work_on_it(monkeypatch):
         original = getattr(Slot, name)
 
         def logged(slot, *arguments, name=name, original=original):
-            log.append((name, feed.slots.index(slot)))
+            log.append((name, prefetcher.slots.index(slot)))
             return original(slot, *arguments)
 
         monkeypatch.setattr(Slot, name, logged)
-    feed = Prefetcher(ahead=2)
-    for number, _ in enumerate(feed(loader(1, 1, 1), CPU)):
+    prefetcher = Prefetcher(ahead=2)
+    for number, _ in enumerate(prefetcher(loader(1, 1, 1), CPU)):
         log.append(("work", number))
     expected = [[("wait", i % 2), ("fill", i % 2), ("work", i), ("release", i % 2)] for i in range(3)]
     assert log == sum(expected, [])
 
 
 def test_a_batch_stays_until_its_slot_comes_again():
-    feed = Prefetcher(ahead=3)
-    kept = [(batch.images, batch.images.clone()) for batch in feed(loader(2, 2, 2), CPU)]
+    prefetcher = Prefetcher(ahead=3)
+    kept = [(batch.images, batch.images.clone()) for batch in prefetcher(loader(2, 2, 2), CPU)]
     assert all(torch.equal(images, copy) for images, copy in kept)
     assert len({images.data_ptr() for images, _ in kept}) == 3
 
@@ -74,11 +74,11 @@ def test_a_batch_stays_until_its_slot_comes_again():
 def test_an_epoch_that_is_left_releases_its_slot(monkeypatch):
     released = []
     monkeypatch.setattr(Slot, "release", lambda slot: released.append(slot))
-    feed = Prefetcher()
-    batches = feed(loader(1, 1), CPU)
+    prefetcher = Prefetcher()
+    batches = prefetcher(loader(1, 1), CPU)
     next(batches)
     batches.close()
-    assert released == [feed.slots[0]]
+    assert released == [prefetcher.slots[0]]
 
 
 def test_a_loader_learns_which_stream_reads_its_slabs():

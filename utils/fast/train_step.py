@@ -42,7 +42,9 @@ class FastSteps:
         self.is_sgd = isinstance(trainer.optimizer, torch.optim.SGD)
         if not self.is_sgd:
             logger.warning("--fast-step knows SGD only; %s makes its own steps", type(trainer.optimizer).__name__)
-        self.average = self.sgd = None  # made with the first gradients, which tell what is trained
+        # made with the first gradients, which tell what is trained
+        self.average: FlatAverage | None = None
+        self.sgd: FlatSGD | None = None  # stays None for another optimiser
         # rate of each parameter group, momentum, share of the new weights in the average
         self.numbers = torch.zeros(len(trainer.optimizer.param_groups) + 2, device=self.device)
 
@@ -101,7 +103,7 @@ class FastSteps:
         trainer.scaler.scale(loss * trainer.loss_factor).backward()
         if self.average is None:  # between the first gradients and their first use
             self._lay_out()
-        if self.is_sgd:
+        if self.sgd:
             # After every backward pass, not only before an update: the parameters have no gradient in the next one, so
             # autograd stores its tensors as they are instead of adding to each.
             self.sgd.collect()
@@ -119,7 +121,7 @@ class FastSteps:
 
     def _update(self):
         trainer = self.trainer
-        if self.is_sgd:
+        if self.sgd:
             self.sgd.step(self.numbers[:-1])
         else:
             trainer.scaler.step(trainer.optimizer)

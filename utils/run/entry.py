@@ -7,6 +7,7 @@ import sys
 import threading
 from argparse import Namespace
 from collections.abc import Callable
+from io import TextIOWrapper
 
 from utils.system.files import printable
 
@@ -46,7 +47,8 @@ def run(main: Callable[[Namespace], None], opt: Namespace) -> None:
     Progress bars go to the standard error. YOLOV7FAST_TRACEBACK=1 shows where an error came from.
     """
     for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a letter of a name shows its number instead
-        stream.reconfigure(errors="backslashreplace")
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     set_logging(0 if os.environ.get("RANK", "0") in ("0", "-1") else 1)
     threading.excepthook = _report_thread
     try:
