@@ -93,7 +93,8 @@ def open_val_loader(run, fast, stride, first_epoch):
     loader, dataset = create_dataloader(
         path, image_size, opt.test_batch_size or opt.batch_size * 2, stride, opt, hyp=run.hyp,
         cache=not opt.notest and opt.cache_images, rect=not opt.overfit, pad=0.5, world_size=run.ranks.world_size,
-        workers=opt.workers, prefix="val: ", subset_filter=subset_filter, **(fast and fast | {"first_epoch": first_epoch}),
+        workers=opt.workers, prefix="val: ", subset_filter=subset_filter,
+        **(fast and fast | {"first_epoch": first_epoch}),
     )  # fmt: skip
     check_labels(dataset, run.data, opt.strict_data)
     return loader
