@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from models.yolo import Model
-from utils.engine.checkpoint import check_finite, read_checkpoint, transfer
+from utils.engine.checkpoint_reader import check_finite, read_checkpoint, transfer
 from utils.head_config import of_model_yaml
 
 

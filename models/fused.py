@@ -1,8 +1,8 @@
 """The form of a model that trains fastest on a GPU: the same parameters and buffers, other kernels.
 
-A twin shares every tensor with its model, so training one trains the other; the model stays what is averaged,
-evaluated and saved. Beyond rounding in half precision it differs in one thing: where a maximum of max pooling occurs
-twice in a window, the gradient may reach another one of the equals.
+A fused model shares every tensor with its model, so training one trains the other; the model itself stays what is
+averaged, evaluated and saved. Beyond rounding in half precision it differs in one thing: where a maximum of max pooling
+occurs twice in a window, the gradient may reach another one of the equals.
 
     batch norm, activation   one operation (models/fused_kernels.py)
     2x2 max pooling          remembers its choices in a byte each
@@ -22,15 +22,15 @@ from models.fused_kernels import IDENTITY, LEAKY_RELU, SILU, HalvingPool, NormAc
 from models.yolo import IAuxDetect, IDetect, Model
 
 
-def training_twin(model):
+def fused_model(model):
     """A module with the parameters and buffers of `model` (a Model on a GPU) that computes what it does in training."""
     shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
-    twin = deepcopy(model, shared)
-    _chain_pyramids(twin)
-    for module in twin.modules():
-        if type(module) in TWINS:
-            module.__class__ = TWINS[type(module)]
-    return twin
+    fused = deepcopy(model, shared)
+    _chain_pyramids(fused)
+    for module in fused.modules():
+        if type(module) in FUSED:
+            module.__class__ = FUSED[type(module)]
+    return fused
 
 
 def norm_activation(x, norm, activation=None):
@@ -52,12 +52,12 @@ def _kind(activation):
     return (SILU, 0.0) if type(activation) is nn.SiLU else (None, 0.0)
 
 
-class TwinConv(Conv):
+class FusedConv(Conv):
     def forward(self, x):
         return norm_activation(self.conv(x), self.bn, self.act)
 
 
-class TwinRepConv(RepConv):
+class FusedRepConv(RepConv):
     def forward(self, x):
         y = sum(norm_activation(convolve(x), norm) for convolve, norm in (self.rbr_dense, self.rbr_1x1))
         if self.rbr_identity is not None:
@@ -65,13 +65,13 @@ class TwinRepConv(RepConv):
         return self.act(y)
 
 
-class TwinMP(MP):
+class FusedMP(MP):
     def forward(self, x):
         halves = self.m.kernel_size == self.m.stride == 2 and x.shape[2] % 2 == x.shape[3] % 2 == 0
         return HalvingPool.apply(x) if halves else self.m(x)
 
 
-class TwinSPPCSPC(SPPCSPC):
+class FusedSPPCSPC(SPPCSPC):
     def forward(self, x):
         base = self.cv4(self.cv3(self.cv1(x)))
         pyramid, window = [base], 1
@@ -81,18 +81,18 @@ class TwinSPPCSPC(SPPCSPC):
         return self.cv7(torch.cat((self.cv6(self.cv5(torch.cat(pyramid, 1))), self.cv2(x)), 1))
 
 
-class TwinIDetect(IDetect):
+class FusedIDetect(IDetect):
     def _lead(self, level, features):
         with torch.autocast(features.device.type, enabled=False):  # sums over channels, in float32
             weight, bias = self.folded(level)
         return functional.conv2d(features, weight, bias)
 
 
-class TwinIAuxDetect(TwinIDetect, IAuxDetect):
+class FusedIAuxDetect(FusedIDetect, IAuxDetect):
     pass
 
 
-class TwinModel(Model):
+class FusedModel(Model):
     """Counts the batches of all norms at once: one launch instead of one for each layer."""
 
     def forward(self, x, augment=False, profile=False):
@@ -102,9 +102,9 @@ class TwinModel(Model):
         return super().forward(x, augment, profile)
 
 
-TWINS = {
-    Model: TwinModel, Conv: TwinConv, RepConv: TwinRepConv, MP: TwinMP, SPPCSPC: TwinSPPCSPC,
-    IDetect: TwinIDetect, IAuxDetect: TwinIAuxDetect,
+FUSED = {
+    Model: FusedModel, Conv: FusedConv, RepConv: FusedRepConv, MP: FusedMP, SPPCSPC: FusedSPPCSPC,
+    IDetect: FusedIDetect, IAuxDetect: FusedIAuxDetect,
 }  # fmt: skip
 
 
@@ -114,10 +114,10 @@ def _grown(pool, window):
     return nn.MaxPool2d(size, stride=1, padding=size // 2)
 
 
-def _chain_pyramids(twin):
+def _chain_pyramids(fused):
     """Let max pooling layers of one input and growing windows (SP) work on each other's output."""
     source, window = None, 1
-    for layer in twin.model:
+    for layer in fused.model:
         if type(layer) is not SP or layer.m.stride != 1:
             source = None
             continue

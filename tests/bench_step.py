@@ -9,7 +9,7 @@ brackets, between events at the end of consecutive steps, after a warm-up; image
 (copies and launch of the graph), `cpu` its processor time, `waits` the synchronisations that torch reports.
 `forward+backward` is the limit: the model alone with a trivial loss, channels-last, in a CUDA graph; `update` is SGD
 and moving average alone, in a graph. `cuda-graph, copied` takes its batches from page-locked host memory through the
-feed of --fast-step.
+batches of --fast-step.
 
 A case that fails prints its traceback, and the others go on.
 """
@@ -37,9 +37,9 @@ from utils.config.hyp import load_hyp, scale_hyp  # noqa: E402
 from utils.engine import optimizer as optim  # noqa: E402
 from utils.engine.batches import Batch  # noqa: E402
 from utils.engine.ema import ModelEMA  # noqa: E402
-from utils.engine.trainer import Training  # noqa: E402
+from utils.engine.trainer import Trainer  # noqa: E402
 from utils.fast.graph_step import GraphSteps  # noqa: E402
-from utils.fast.prefetcher import AHEAD, Prefetch, as_float  # noqa: E402
+from utils.fast.prefetcher import AHEAD, Prefetcher, as_float  # noqa: E402
 from utils.fast.train_step import FastSteps  # noqa: E402
 from utils.loss import batched, criterion  # noqa: E402
 
@@ -62,11 +62,11 @@ def build(case, kind, path, device, precision):
     model.hyp = scale_hyp(hyp, model.model[-1].nl, NUM_CLASSES, size, 0.0)
     optimizer = optim.build_optimizer(model, hyp["lr0"], hyp["momentum"], hyp["weight_decay"])
     scheduler = LambdaLR(optimizer, optim.lr_factor(300, hyp["lrf"]))
-    training = Training(model, hyp, batch, optimizer, scheduler, ModelEMA(model), precision)
-    steps = {"reference": lambda t: t, "fast-step": FastSteps, "cuda-graph": GraphSteps}[path](training)
+    trainer = Trainer(model, hyp, batch, optimizer, scheduler, ModelEMA(model), precision)
+    steps = {"reference": lambda t: t, "fast-step": FastSteps, "cuda-graph": GraphSteps}[path](trainer)
     classes = criterion.REFERENCE if path == "reference" else batched.CLASSES
     compute_loss, _ = criterion.build_losses(model, classes=classes, use_ota=kind == "ota")
-    training.start(model, compute_loss, 1.0, 0, 1000)
+    trainer.start(model, compute_loss, 1.0, 0, 1000)
     steps.begin_epoch()
     return steps
 
@@ -88,7 +88,7 @@ def random_targets(batch, seed):
 
 
 def endless(case, path, sets, device):
-    """Batches as the feed of `path` would yield them, without a copy."""
+    """Batches as those of `path` would yield them, without a copy."""
     _, size, batch = case
     images = torch.randint(256, (batch, 3, size, size), dtype=torch.uint8, device=device)
     if path == "reference":
@@ -99,7 +99,7 @@ def endless(case, path, sets, device):
 
 
 def copied(case, sets, device):
-    """Batches through Prefetch, from page-locked memory."""
+    """Batches through Prefetcher, from page-locked memory."""
     _, size, batch = case
     images = torch.randint(256, (batch, 3, size, size), dtype=torch.uint8)
     images = images.pin_memory() if device.type == "cuda" else images
@@ -109,13 +109,13 @@ def copied(case, sets, device):
             for targets in sets:
                 yield images, targets, ("copied",) * batch, None
 
-    yield from Prefetch(torch.device("cpu"))(loader(), device)
+    yield from Prefetcher(torch.device("cpu"))(loader(), device)
 
 
 def measure(steps, batches, num_steps, warm_up, is_reference, batch_size):
     """Milliseconds a step, images a second, time of the host [ms], peak memory [GB]."""
     marks, host, ahead, parts = [], [], deque(), watch(steps)
-    is_cuda = steps.training.device_type == "cuda" if not is_reference else steps.device_type == "cuda"
+    is_cuda = steps.trainer.device_type == "cuda" if not is_reference else steps.device_type == "cuda"
     for iteration, batch in enumerate(batches):
         if iteration == warm_up and is_cuda:
             torch.cuda.synchronize()
@@ -213,19 +213,19 @@ def limits(case, device):
     steps = build(case, "plain", "fast-step", device, "fp16")
     _, size, batch = case
     images = as_float(torch.randint(256, (batch, 3, size, size), dtype=torch.uint8, device=device))
-    parameters = list(steps.training.model.parameters())
+    parameters = list(steps.trainer.model.parameters())
 
     def alone():
-        with steps.training.autocast():
-            total = sum(p.float().square().mean() for p in steps.training.model(images))
+        with steps.trainer.autocast():
+            total = sum(p.float().square().mean() for p in steps.trainer.model(images))
         torch.autograd.backward(total)
         for parameter in parameters:
             parameter.grad = None
 
     rows = {"forward+backward": {"step": replayed(alone)}}
-    steps.training.scaler.scale(torch.ones((), device=device))  # its tensors come with the first use
-    with steps.training.autocast():
-        sum(p.float().square().mean() for p in steps.training.model(images)).backward()
+    steps.trainer.scaler.scale(torch.ones((), device=device))  # its tensors come with the first use
+    with steps.trainer.autocast():
+        sum(p.float().square().mean() for p in steps.trainer.model(images)).backward()
     steps._lay_out()
     steps.sgd.collect()
     rows["update"] = {"step": replayed(steps._update)}

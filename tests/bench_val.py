@@ -1,4 +1,4 @@
-"""Validation: `test.evaluate` beside --fast-val on the same model and loader, and what share of an epoch that is.
+"""Validation: `engine.evaluate` beside --fast-val on the same model and loader, and what share of an epoch that is.
 
     python tests/bench_val.py [--images 5000] [--img 320] [--batch 128] [--weights best.pt] [--rate 5600]
 
@@ -29,12 +29,12 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import test as scoring  # noqa: E402  (needs the path above)
 from models.experimental import attempt_load  # noqa: E402
 from models.yolo import Model  # noqa: E402
 from tools.bench_loader import write_images  # noqa: E402
 from utils.config.hyp import load_hyp, scale_hyp  # noqa: E402
 from utils.datasets import create_dataloader  # noqa: E402
+from utils.engine.evaluate import evaluate  # noqa: E402
 from utils.fast import metrics, nms, validation  # noqa: E402
 from utils.fast.nms import find_candidates  # noqa: E402
 from utils.loss.criterion import ComputeLoss  # noqa: E402
@@ -133,7 +133,7 @@ def main():
         model, compute_loss, nc = make_model(options, loader, device)
         quick, names = validation.FastValidation(), list(model.names)
         runs = {
-            "reference": lambda: scoring.evaluate(model, loader, nc, names, compute_loss=compute_loss),
+            "reference": lambda: evaluate(model, loader, nc, names, compute_loss=compute_loss),
             "fast": lambda: quick(model, loader, nc, names, compute_loss=compute_loss),
             "fast, cuDNN searching": lambda: searching(quick, model, loader, nc, names, compute_loss=compute_loss),
         }

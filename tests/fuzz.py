@@ -36,7 +36,7 @@ from utils.config.hyp import HYPER_PARAMETERS, load_hyp
 from utils.config.options import load_options
 from utils.data.scan import scan_dataset
 from utils.datasets import LoadImagesAndLabels
-from utils.engine.checkpoint import read_checkpoint
+from utils.engine.checkpoint_reader import read_checkpoint
 
 PATIENCE = 60  # seconds for one input
 MEMORY = 12e9  # bytes of address space in the child

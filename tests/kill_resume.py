@@ -33,7 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train  # noqa: E402  (needs the path above)
 from tests import small_run  # noqa: E402
 from utils.engine import resume  # noqa: E402
-from utils.engine.checkpoint import Checkpoints, read_checkpoint  # noqa: E402
+from utils.engine.checkpoint import Checkpoints  # noqa: E402
+from utils.engine.checkpoint_reader import read_checkpoint  # noqa: E402
 from utils.loggers import results as report  # noqa: E402
 from utils.plots import run as plots  # noqa: E402
 from utils.run import entry  # noqa: E402
@@ -97,7 +98,7 @@ def aim(moment, number, rng, epochs):
         tear_a_file(".pt." if moment == "checkpoint" else ".", rng.randint(1, 2 * epochs), num_bytes, number)
     elif moment == "validation":
         timer = threading.Timer(rng.uniform(0, 0.05), die, [number])
-        before_call(train, "evaluate", call, timer.start)
+        before_call(train, "validate_ema", call, timer.start)
     elif moment == "results":
         before_call(Checkpoints, "after_epoch", call, lambda: die(number))
     elif moment == "last steps":

@@ -140,6 +140,7 @@ def measure(options):
     from utils.config.hyp import load_hyp
     from utils.config.options import train_parser
     from utils.run import entry
+    from utils.run.context import Run
     from utils.run.folder import open_run_folder, prepare_train_options
     from utils.system import distributed
 
@@ -170,7 +171,7 @@ def measure(options):
             mock.patch("train.open_report", open_watched), mock.patch("train.open_loaders", open_sources),
             instruments(timeline),
         ):  # fmt: skip
-            train.train(hyp, opt, data, device, ranks)
+            train.train(Run(opt, hyp, data, device, ranks))
 
     open_report, open_loaders, device, timeline = train.open_report, train.open_loaders, None, None
     plan = stages(options)

@@ -181,8 +181,8 @@ class Watched:
     def __getattr__(self, name):
         return getattr(self.report, name)
 
-    def epoch(self, epoch, feed, num_batches):
-        batches = iter(self.report.epoch(epoch, feed, num_batches))
+    def epoch(self, epoch, batches, num_batches):
+        batches = iter(self.report.epoch(epoch, batches, num_batches))
         while True:
             self.timeline.mark("data")
             batch = next(batches, None)

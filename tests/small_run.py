@@ -20,6 +20,7 @@ from utils.config.data_yaml import load_data_yaml
 from utils.config.hyp import load_hyp
 from utils.config.options import test_parser, train_parser
 from utils.run import entry
+from utils.run.context import Run
 from utils.run.folder import open_run_folder, prepare_train_options
 from utils.system.distributed import Ranks
 
@@ -88,7 +89,7 @@ def drawing(pictures):
         return opened
 
     def evaluate_only(*args, **options):
-        return evaluate(*args, **(options | {"picture_dir": None}))
+        return evaluate(*args, **(options | {"plot_dir": None}))
 
     with ExitStack() as patches:
         if not pictures:
@@ -110,7 +111,7 @@ def run_line(line, pictures=False):
     data = load_data_yaml(opt.data, opt.single_cls)
     open_run_folder(opt, Ranks())
     with drawing(pictures):
-        train.train(load_hyp(opt.hyp), opt, data, torch.device("cpu"), Ranks())
+        train.train(Run(opt, load_hyp(opt.hyp), data, torch.device("cpu"), Ranks()))
     return Path(opt.save_dir)
 
 

@@ -9,7 +9,7 @@ from tests.tiny_model import tiny_model
 from utils.engine.batches import Batch
 from utils.engine.ema import ModelEMA
 from utils.engine.optimizer import build_optimizer, lr_factor
-from utils.engine.trainer import Training
+from utils.engine.trainer import Trainer
 from utils.loss import batched as batched_losses
 from utils.loss import criterion
 
@@ -37,38 +37,38 @@ def batches(count, device="cpu", as_bytes=True, sizes=(BATCH,)):
             yield Batch(images.float() / 255, targets.to(device), paths)
 
 
-def new_training(device="cpu", precision=None, total_batch=16, num_warmup=12, adam=False, batched=False, use_ota=True):
-    """A Training of the tiny model with its loss, the reference's or a batched one."""
+def new_trainer(device="cpu", precision=None, total_batch=16, num_warmup=12, adam=False, batched=False, use_ota=True):
+    """A Trainer of the tiny model with its loss, the reference's or a batched one."""
     torch.manual_seed(1)
     model = tiny_model(NUM_CLASSES).to(device)
     model.hyp, model.gr, model.nc = HYP, 1.0, NUM_CLASSES
     optimizer = build_optimizer(model, 0.01, HYP["momentum"], 0.0005, adam)
-    training = Training(model, HYP, total_batch, optimizer, LambdaLR(optimizer, lr_factor(10, 0.1)), ModelEMA(model),
+    trainer = Trainer(model, HYP, total_batch, optimizer, LambdaLR(optimizer, lr_factor(10, 0.1)), ModelEMA(model),
                         precision)  # fmt: skip
     classes = batched_losses.CLASSES if batched else criterion.REFERENCE
     compute_loss, _ = criterion.build_losses(model, classes=classes, use_ota=use_ota)
-    training.start(model, compute_loss, 1.0, 0, num_warmup)
-    return training
+    trainer.start(model, compute_loss, 1.0, 0, num_warmup)
+    return trainer
 
 
 @dataclass
-class Run:
+class StepsRun:
     """What a run of some steps left behind."""
 
     items: torch.Tensor  # [steps x 4]
-    training: Training
+    trainer: Trainer
 
     def state(self):
         """Weights, statistics, averages and momentum, by name."""
-        state = {f"model {name}": value for name, value in self.training.model.state_dict().items()}
-        state |= {f"ema {name}": value for name, value in self.training.ema.ema.state_dict().items()}
-        for number, entry in self.training.optimizer.state_dict()["state"].items():
+        state = {f"model {name}": value for name, value in self.trainer.model.state_dict().items()}
+        state |= {f"ema {name}": value for name, value in self.trainer.ema.ema.state_dict().items()}
+        for number, entry in self.trainer.optimizer.state_dict()["state"].items():
             state |= {f"optimizer {number} {key}": value for key, value in entry.items() if torch.is_tensor(value)}
         return state
 
 
 def run(steps, given, epochs=1):
-    """Train on the batches `given`, divided into `epochs`; `steps` is a Training or what makes its steps."""
+    """Train on the batches `given`, divided into `epochs`; `steps` is a Trainer or what makes its steps."""
     given, items = list(given), []
     per_epoch = len(given) // epochs
     for epoch in range(epochs):
@@ -77,11 +77,11 @@ def run(steps, given, epochs=1):
             items.append(steps.step(i, epoch, given[i]).view(-1, 4).cpu().clone())
         items.append(steps.late_items())
         steps.end_epoch()
-    return Run(torch.cat(items), getattr(steps, "training", steps))
+    return StepsRun(torch.cat(items), getattr(steps, "trainer", steps))
 
 
 def assert_equal_runs(found, expected, rtol, atol):
-    """Items and all state of two Runs are close, whole numbers equal."""
+    """Items and all state of two StepsRuns are close, whole numbers equal."""
     torch.testing.assert_close(found.items, expected.items, rtol=rtol, atol=atol)
     mine, theirs = found.state(), expected.state()
     assert mine.keys() == theirs.keys()
@@ -94,6 +94,6 @@ def assert_equal_runs(found, expected, rtol, atol):
             atol=atol if is_float else 0,
             msg=lambda text, n=name: f"{n}: {text}",
         )
-    assert found.training.ema.updates == expected.training.ema.updates
-    rates = [[group["lr"] for group in r.training.optimizer.param_groups] for r in (found, expected)]
-    assert rates[0] == rates[1] and found.training.accumulate == expected.training.accumulate
+    assert found.trainer.ema.updates == expected.trainer.ema.updates
+    rates = [[group["lr"] for group in r.trainer.optimizer.param_groups] for r in (found, expected)]
+    assert rates[0] == rates[1] and found.trainer.accumulate == expected.trainer.accumulate

@@ -8,7 +8,7 @@ import torch
 from models.experimental import attempt_load, rebuild
 from models.yolo import Model
 from tests.tiny_model import CFG, tiny_model
-from utils.engine.checkpoint import StoredModel, read_checkpoint
+from utils.engine.checkpoint_reader import StoredModel, read_checkpoint
 
 IMAGES = torch.rand(2, 3, 64, 96, generator=torch.Generator().manual_seed(0))
 

@@ -24,7 +24,7 @@ from tests.tiny_model import tiny_model
 from utils import datasets
 from utils.data.worker_errors import LoaderError
 from utils.engine import checkpoint
-from utils.engine.checkpoint import StoredModel, check_finite, read_checkpoint
+from utils.engine.checkpoint_reader import StoredModel, check_finite, read_checkpoint
 from utils.plots import run as plots
 from utils.system import files
 

@@ -14,9 +14,11 @@ from tests import small_run
 from tests.heads_cases import small_model
 from tests.tiny_model import tiny_model
 from utils.config.options import test_parser as parser_of_test
-from utils.engine.checkpoint import read_checkpoint, take_body
+from utils.engine.checkpoint_reader import read_checkpoint, take_body
 from utils.metrics.detection import DetectionScores
 from utils.metrics.multi_head import HeadScore, heads_of, score_heads
+from utils.run.context import Run
+from utils.system.distributed import Ranks
 
 HEADS = {
     "nc": 2,
@@ -64,7 +66,7 @@ def test_train_resume_and_score(tmp_path, caplog):
     )  # fmt: skip
     with small_run.drawing(pictures=False):
         test.main(opt)
-    table = [record.getMessage().split() for record in caplog.records if record.name == "test"]
+    table = [record.getMessage().split() for record in caplog.records if record.name == "utils.engine.evaluate"]
     assert [row[0] for row in table[:5]] == ["all", "greens", "Head", "red", "green"]
     assert [row[-5] for row in table[:5]] == ["6", "3", "3", "3", "3"]  # labels
     assert "--one-class-score has no effect" not in caplog.text
@@ -119,7 +121,8 @@ def built(folder, **options):
     """What train.build_model makes of the files in `folder`."""
     files = {"cfg": str(folder / "heads_cfg.yaml"), "heads": 2, "head_config": str(folder / "heads.yaml")}
     opt = {"resume": False, "weights": "", "transfer_weights": False, "data": "d.yaml", **files, **options}
-    return train.build_model(SimpleNamespace(**opt), {}, SimpleNamespace(nc=2), torch.device("cpu"))[0]
+    run = Run(SimpleNamespace(**opt), {}, SimpleNamespace(nc=2), torch.device("cpu"), Ranks())
+    return train.build_model(run)[0]
 
 
 def test_scores_by_head():

@@ -11,12 +11,12 @@ import yaml
 
 from models.experimental import attempt_load
 from tests import small_run
-from tests.engine.test_checkpoint_refused import ATTACKS, touch
+from tests.engine.test_checkpoint_reader_refused import ATTACKS, touch
 from tests.label_sets import BOX, make_dataset
 from tests.tiny_model import tiny_model
 from utils.config.options import train_parser
 from utils.data.scan import scan_dataset
-from utils.run import entry as cli
+from utils.run import entry
 
 REFUSED = "was refused, nothing of it was run"
 
@@ -53,7 +53,7 @@ def load_alone(path, folder):
         attempt_load(str(path))
 
     with pytest.raises(SystemExit) as end:
-        cli.run(main, None)
+        entry.run(main, None)
     return end.value.code
 
 
@@ -65,7 +65,7 @@ ENTRIES = {
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
 def test_checkpoints_with_code(attack, entry, tmp_path, capsys):
-    """That each attack does its work when it is let, tests/test_checkpoint_refused.py shows."""
+    """That each attack does its work when it is let, tests/engine/test_checkpoint_reader_refused.py shows."""
     canary, path = tmp_path / "canary", tmp_path / "evil.pt"
     torch.save(attack(canary), path)
     assert entry(path, tmp_path) == 2

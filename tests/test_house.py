@@ -20,7 +20,8 @@ FLOORS = (
     ("utils.datasets",),
     ("utils.engine", "utils.loggers"),
     ("models", "utils.fast"),
-    ("utils.run", "utils.general", "utils.torch_utils"),
+    ("utils.run",),
+    ("utils.general", "utils.torch_utils"),
     ("test", "tools"),
     ("train",),
 )

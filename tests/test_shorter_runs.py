@@ -9,7 +9,7 @@ import train
 from tests import small_run
 from tests.test_train import ROOT, SLOW_WARMUP, TWO_PROCESSES, program, results_of
 from utils.engine import resume
-from utils.engine.checkpoint import read_checkpoint
+from utils.engine.checkpoint_reader import read_checkpoint
 from utils.plots.run import read_results
 
 FAST_WARMUP = {"warmup_min_iters": 1, "warmup_epochs": 0.0}
@@ -63,9 +63,9 @@ def test_rhythm_of_validation_and_of_files(tmp_path):
 def test_image_size_by_epoch(tmp_path, opened, monkeypatch):
     gains, losses = [], train.train_one_epoch
 
-    def train_one_epoch(epoch, num_batches, batches, training, report):
-        gains.append(training.compute_loss.hyp["obj"])
-        return losses(epoch, num_batches, batches, training, report)
+    def train_one_epoch(epoch, num_batches, batches, trainer, report):
+        gains.append(trainer.compute_loss.hyp["obj"])
+        return losses(epoch, num_batches, batches, trainer, report)
 
     monkeypatch.setattr(train, "train_one_epoch", train_one_epoch)
     run = small_run.run(tmp_path, "--resize-schedule", "0:64,1:100,3:32", "--epochs", "4", "--cache-images")
@@ -107,7 +107,7 @@ class Interrupted(Exception):
     pass
 
 
-class Compared(train.Training):
+class Compared(train.Trainer):
     # after each epoch every rank has the weights of the first; the statistics of BatchNorm are its own
     def end_epoch(self):
         state = self.model.module.state_dict()
@@ -120,7 +120,7 @@ class Compared(train.Training):
         return super().end_epoch()
 
 
-train.Training = Compared
+train.Trainer = Compared
 
 
 def run(*line, stop_at=None):

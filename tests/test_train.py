@@ -14,9 +14,9 @@ import yaml
 
 import train
 from tests import parity, small_run, traces
-from utils.engine.checkpoint import read_checkpoint
+from utils.engine.checkpoint_reader import read_checkpoint
 from utils.plots.run import read_results
-from utils.run.folder import NothingToDo
+from utils.run.entry import NothingToDo
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU_ONLY = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

@@ -16,6 +16,7 @@ from utils.config.data_yaml import load_data_yaml
 from utils.config.hyp import load_hyp
 from utils.config.options import train_parser
 from utils.loss import assigner
+from utils.run.context import Run
 from utils.run.folder import open_run_folder, prepare_train_options
 from utils.system.distributed import Ranks
 
@@ -90,7 +91,7 @@ def replay(trace, folder, seeded):
 def run(opt, seeded):
     record = {"it": [], "steps": [], "results": []}
 
-    class RecordedTraining(train.Training):
+    class RecordedTrainer(train.Trainer):
         def forward_backward(self, batch):
             items = super().forward_backward(batch)
             record["it"].append({
@@ -108,7 +109,7 @@ def run(opt, seeded):
                 "param_sum": sum(float(p.sum()) for p in parameters),
                 "param_abssum": sum(float(p.abs().sum()) for p in parameters),
             })  # fmt: skip
-            record["training"] = self
+            record["trainer"] = self
 
     def build_model(*args):
         model, stored = original_build(*args)
@@ -129,17 +130,17 @@ def run(opt, seeded):
     with (
         mock.patch.object(train, "open_loaders", open_loaders),
         mock.patch.object(assigner, "select_cheapest", select_by_topk),
-        mock.patch.object(train, "Training", RecordedTraining),
+        mock.patch.object(train, "Trainer", RecordedTrainer),
         mock.patch.object(train, "build_model", build_model),
         mock.patch.object(train, "finish_epoch", finish_epoch),
     ):
         open_run_folder(opt, Ranks())
-        train.train(load_hyp(opt.hyp), opt, load_data_yaml(opt.data), torch.device("cpu"), Ranks())
-    training = record.pop("training")
+        train.train(Run(opt, load_hyp(opt.hyp), load_data_yaml(opt.data), torch.device("cpu"), Ranks()))
+    trainer = record.pop("trainer")
     record |= {
-        "final_model": sums(training.model),
-        "final_ema": sums(training.ema.ema),
-        "ema_updates": training.ema.updates,
+        "final_model": sums(trainer.model),
+        "final_ema": sums(trainer.ema.ema),
+        "ema_updates": trainer.ema.updates,
     }
     record["folder"] = Path(opt.save_dir)
     return record

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.approval.setup import Failed, NotMeasured, draw_shapes, expect, make_check
 from tools.experiments import runner
 from tools.experiments.runner import LOSS, MAP50
-from utils.engine.checkpoint import read_checkpoint
+from utils.engine.checkpoint_reader import read_checkpoint
 
 NUM_TRAIN, NUM_VAL = 80, 20
 LIMIT = 1800  # seconds for a run

@@ -9,10 +9,10 @@ import yaml
 
 from utils.config.flags import TEST_FLAGS, TRAIN_FLAGS
 from utils.config.options import (
+    check_img_size,
     check_train_options,
     explicit_options,
     load_options,
-    round_up,
     save_options,
     test_parser,
     train_parser,
@@ -215,9 +215,9 @@ def test_weights_alone_are_enough():
     check_train_options(train_parser().parse_args(["--weights", "a.pt"]))
 
 
-def test_round_up(caplog):
-    assert round_up(640, 32) == 640 and not caplog.records
-    assert round_up(641, 32) == 672 and round_up(1, 64) == 64
+def test_check_img_size(caplog):
+    assert check_img_size(640, 32) == 640 and not caplog.records
+    assert check_img_size(641, 32) == 672 and check_img_size(1, 64) == 64
     assert "--img-size 641" in caplog.text and "672 is used" in caplog.text
 
 

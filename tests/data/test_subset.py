@@ -4,9 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
-from tests.tiny_model import tiny_model
 from utils.data import subset
 from utils.data.scan import ScannedDataset
 
@@ -76,22 +74,3 @@ def test_overfit_takes_the_first():
 
 def test_without_flags_nothing_is_picked():
     assert subset.from_options(options()) is None
-
-
-def test_overfit_hyp_keeps_what_the_file_says():
-    assert subset.overfit_hyp({"lr0": 1, "warmup_epochs": 3.0})["warmup_min_iters"] == 30
-    named = {"warmup_min_iters": 7, "warmup_epochs": 3.0}
-    assert subset.overfit_hyp(named) == named
-
-
-def test_a_batch_of_overfit_counts_for_a_nominal_one():
-    assert subset.batch_weight(options(total_batch_size=16), 10) == 1
-    assert subset.batch_weight(options(overfit=True, total_batch_size=16), 10) == 6.4
-    assert subset.batch_weight(options(overfit=True, total_batch_size=4), 10) == 16
-
-
-def test_statistics_keep_up():
-    model = tiny_model()
-    subset.quicken_statistics(model)
-    norms = [layer for layer in model.modules() if isinstance(layer, torch.nn.BatchNorm2d)]
-    assert len(norms) == 5 and all(layer.momentum == subset.OVERFIT_MOMENTUM for layer in norms)

@@ -31,9 +31,9 @@ def test_plain_copies_no_batch_before_it_is_asked_for():
             asked.append(i)
             yield torch.zeros(1, 3, 2, 2, dtype=torch.uint8), torch.zeros(0, 6), (), ()
 
-    feed = plain(loader(), torch.device("cpu"))
+    batches = plain(loader(), torch.device("cpu"))
     assert asked == []
-    next(feed)
+    next(batches)
     assert asked == [0]
 
 

@@ -99,11 +99,11 @@ def test_accumulation_and_weight_decay():
     assert optim.scaled_weight_decay(0.0005, 128) == pytest.approx(0.001)
 
 
-def test_warmup_iterations():
-    assert optim.warmup_iterations(3.0, 100) == 1000
-    assert optim.warmup_iterations(3.0, 600) == 1800
-    assert optim.warmup_iterations(3.0, 2, min_iters=4) == 6
-    assert optim.warmup_iterations(0, 2, min_iters=0) == 0
+def test_warmup_length():
+    assert optim.warmup_length({"warmup_epochs": 3.0}, 100, epochs=300) == 1000
+    assert optim.warmup_length({"warmup_epochs": 3.0}, 600, epochs=300) == 1800
+    assert optim.warmup_length({"warmup_epochs": 3.0, "warmup_min_iters": 4}, 2, epochs=2) == 6
+    assert optim.warmup_length({"warmup_epochs": 0.0, "warmup_min_iters": 0}, 2, epochs=2) == 0
 
 
 def test_a_warmup_of_no_length_is_over_at_once():
@@ -112,13 +112,16 @@ def test_a_warmup_of_no_length_is_over_at_once():
 
 
 def test_a_run_shorter_than_its_warmup_is_told_what_helps(caplog):
-    optim.warn_if_warmup_outlasts(1000, 3.0, epochs=100, batches_per_epoch=11)
+    assert optim.warmup_length({"warmup_epochs": 3.0}, 11, epochs=100) == 1000
     assert not caplog.records
-    optim.warn_if_warmup_outlasts(1000, 3.0, epochs=60, batches_per_epoch=11)
+    optim.warmup_length({"warmup_epochs": 3.0}, 11, epochs=60)
     assert "warmup_min_iters: 33 " in caplog.text
     caplog.clear()
-    optim.warn_if_warmup_outlasts(1000, 3.0, epochs=2, batches_per_epoch=100)
+    optim.warmup_length({"warmup_epochs": 3.0}, 100, epochs=2)
     assert "warmup_min_iters: 40 and warmup_epochs: 0.4 " in caplog.text
+    caplog.clear()
+    optim.warmup_length({"warmup_epochs": 3.0, "warmup_min_iters": 1000}, 11, epochs=2)
+    assert not caplog.records, "who sets it, knows"
 
 
 def test_linear_factor_of_one_epoch():

@@ -10,9 +10,9 @@ import train
 from tests import small_run
 from tests.test_train import SLOW_WARMUP, Interrupted, interrupt_after, results_of
 from utils.engine import resume
-from utils.engine.checkpoint import read_checkpoint
+from utils.engine.checkpoint_reader import read_checkpoint
 from utils.plots.run import read_results
-from utils.run.folder import NothingToDo
+from utils.run.entry import NothingToDo
 
 SHORT_WARMUP = {"warmup_min_iters": 3, "warmup_epochs": 1.0}
 

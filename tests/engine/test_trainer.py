@@ -9,10 +9,12 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from tests.tiny_model import tiny_model
 from utils.engine.batches import Batch
-from utils.engine.checkpoint import read_checkpoint, save
+from utils.engine.checkpoint import save
+from utils.engine.checkpoint_reader import read_checkpoint
 from utils.engine.ema import ModelEMA
 from utils.engine.optimizer import build_optimizer, lr_factor
-from utils.engine.trainer import Training, freeze_layers, precision_of
+from utils.engine.trainer import Trainer, freeze_layers, precision_of
+from utils.fast.train_step import FastSteps
 
 HYP = {"warmup_bias_lr": 0.1, "warmup_momentum": 0.8, "momentum": 0.9}
 LR0 = 0.01
@@ -29,63 +31,88 @@ def squares(maps, targets, images):
     return loss, torch.tensor([1.0, 2.0, 3.0, loss.item()])
 
 
-def new_training(total_batch=16, epochs=10, adam=False, nc=2, seed=0, loss_factor=1.0, first_epoch=0, num_warmup=100):
+def new_trainer(total_batch=16, epochs=10, adam=False, nc=2, seed=0, loss_factor=1.0, first_epoch=0, num_warmup=100):
     torch.manual_seed(seed)
     model = tiny_model(nc)
     optimizer = build_optimizer(model, LR0, HYP["momentum"], 0.0005, adam)
     scheduler = LambdaLR(optimizer, lr_factor(epochs, 0.1))
-    training = Training(model, HYP, total_batch, optimizer, scheduler, ModelEMA(model))
-    training.start(model, squares, loss_factor, first_epoch, num_warmup)
-    return training
+    trainer = Trainer(model, HYP, total_batch, optimizer, scheduler, ModelEMA(model))
+    trainer.start(model, squares, loss_factor, first_epoch, num_warmup)
+    return trainer
 
 
-def run(training, updates):
-    training.begin_epoch()
+def run(trainer, updates):
+    trainer.begin_epoch()
     for seed in range(updates):
-        training.forward_backward(batch(seed))
-        training.update()
-    return training
+        trainer.forward_backward(batch(seed))
+        trainer.update()
+    return trainer
 
 
-def gradients(training):
-    return {name: p.grad.clone() for name, p in training.model.named_parameters() if p.grad is not None}
+def gradients(trainer):
+    return {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
 
 
 # ---- one step -------------------------------------------------------------------------------------------------------
 
 
+class Doubled(torch.nn.Module):
+    """Another form of a model, over the same tensors."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, images):
+        return [2 * level for level in self.model(images)]
+
+
+@pytest.mark.parametrize("make_steps", [lambda trainer: trainer, FastSteps])
+def test_the_forward_pass_calls_the_network(make_steps):
+    trainer = new_trainer()
+    expected = trainer.step(0, 0, batch(0))[3]
+    trainer = new_trainer()
+    steps = make_steps(trainer)
+    network = Doubled(trainer.model).eval()
+    trainer.start(trainer.model, squares, 1.0, 0, 100, network)
+    steps.begin_epoch()
+    items = torch.cat((steps.step(0, 0, batch(0)).view(-1, 4), steps.late_items()))
+    assert network.training and items[0, 3] == pytest.approx(4 * expected.item(), rel=1e-5)
+    assert list(trainer.checkpoint(0, 0.0, "")["model"].state_dict()) == list(trainer.model.state_dict())
+
+
 @pytest.mark.parametrize(("total_batch", "accumulate"), [(1, 64), (16, 4), (20, 3), (64, 1), (384, 1)])
 def test_accumulation_starts_with_the_nominal_batch(total_batch, accumulate):
-    assert new_training(total_batch).accumulate == accumulate
+    assert new_trainer(total_batch).accumulate == accumulate
 
 
 def test_warm_up_by_hand():
-    training = new_training(total_batch=16)
-    training.warm_up(50, epoch=0)
-    assert training.accumulate == 2  # 1 + 0.5 * (4 - 1) = 2.5, rounded to the even number
-    assert [group["lr"] for group in training.optimizer.param_groups] == pytest.approx([0.005, 0.005, 0.055])
-    assert [group["momentum"] for group in training.optimizer.param_groups] == pytest.approx([0.85] * 3)
+    trainer = new_trainer(total_batch=16)
+    trainer.warm_up(50, epoch=0)
+    assert trainer.accumulate == 2  # 1 + 0.5 * (4 - 1) = 2.5, rounded to the even number
+    assert [group["lr"] for group in trainer.optimizer.param_groups] == pytest.approx([0.005, 0.005, 0.055])
+    assert [group["momentum"] for group in trainer.optimizer.param_groups] == pytest.approx([0.85] * 3)
 
-    training.warm_up(100, epoch=5)  # half way down the cosine from 1 to 0.1
-    rates = [group["lr"] for group in training.optimizer.param_groups]
-    assert rates == pytest.approx([LR0 * 0.55] * 3) and training.accumulate == 4
-    training.accumulate = 3
-    training.warm_up(101, epoch=9)
-    assert [group["lr"] for group in training.optimizer.param_groups] == rates and training.accumulate == 3
+    trainer.warm_up(100, epoch=5)  # half way down the cosine from 1 to 0.1
+    rates = [group["lr"] for group in trainer.optimizer.param_groups]
+    assert rates == pytest.approx([LR0 * 0.55] * 3) and trainer.accumulate == 4
+    trainer.accumulate = 3
+    trainer.warm_up(101, epoch=9)
+    assert [group["lr"] for group in trainer.optimizer.param_groups] == rates and trainer.accumulate == 3
 
 
 def test_gradients_add_up_and_are_not_averaged():
-    training = new_training(loss_factor=1.0)
-    training.begin_epoch()
-    items = training.forward_backward(batch(0))
+    trainer = new_trainer(loss_factor=1.0)
+    trainer.begin_epoch()
+    items = trainer.forward_backward(batch(0))
     assert items[:3].tolist() == [1, 2, 3] and items[3] > 0
-    first = gradients(training)
-    training.forward_backward(batch(0))
-    twice = gradients(training)
+    first = gradients(trainer)
+    trainer.forward_backward(batch(0))
+    twice = gradients(trainer)
     for name, gradient in first.items():
         assert torch.allclose(twice[name], 2 * gradient, rtol=1e-4, atol=1e-6), name
 
-    scaled = new_training(loss_factor=4.0)
+    scaled = new_trainer(loss_factor=4.0)
     scaled.begin_epoch()
     scaled.forward_backward(batch(0))
     for name, gradient in gradients(scaled).items():
@@ -93,44 +120,44 @@ def test_gradients_add_up_and_are_not_averaged():
 
 
 def test_update_moves_weights_and_average_and_clears_gradients():
-    training = new_training()
-    before = deepcopy(training.model.state_dict())
-    run(training, 1)
+    trainer = new_trainer()
+    before = deepcopy(trainer.model.state_dict())
+    run(trainer, 1)
     weight = "model.0.conv.weight"
-    assert not torch.equal(training.model.state_dict()[weight], before[weight])
-    assert training.ema.updates == 1 and not gradients(training)
-    decay = training.ema.decay(1)
-    expected = before[weight] * decay + training.model.state_dict()[weight] * (1 - decay)
-    assert torch.allclose(training.ema.ema.state_dict()[weight], expected)
+    assert not torch.equal(trainer.model.state_dict()[weight], before[weight])
+    assert trainer.ema.updates == 1 and not gradients(trainer)
+    decay = trainer.ema.decay(1)
+    expected = before[weight] * decay + trainer.model.state_dict()[weight] * (1 - decay)
+    assert torch.allclose(trainer.ema.ema.state_dict()[weight], expected)
 
 
 def test_epoch_drops_left_over_gradients():
-    training = new_training()
-    training.forward_backward(batch())
-    training.model.eval()
-    assert gradients(training)
-    training.begin_epoch()
-    assert not gradients(training) and training.model.training
+    trainer = new_trainer()
+    trainer.forward_backward(batch())
+    trainer.model.eval()
+    assert gradients(trainer)
+    trainer.begin_epoch()
+    assert not gradients(trainer) and trainer.model.training
 
 
 def test_schedule_is_one_epoch_late():
-    training = new_training(epochs=10)
+    trainer = new_trainer(epochs=10)
     factor = lr_factor(10, 0.1)
-    run(training, 1)
-    assert training.end_epoch() == [LR0] * 3
-    rates = [training.end_epoch()[0] for _ in range(3)]
+    run(trainer, 1)
+    assert trainer.end_epoch() == [LR0] * 3
+    rates = [trainer.end_epoch()[0] for _ in range(3)]
     assert rates == pytest.approx([LR0 * factor(0), LR0 * factor(1), LR0 * factor(2)])
 
 
 def test_step_updates_every_so_many_batches():
-    training = new_training(total_batch=32, num_warmup=0)
-    training.begin_epoch()
+    trainer = new_trainer(total_batch=32, num_warmup=0)
+    trainer.begin_epoch()
     updates = []
     for i in range(1, 6):  # iteration 0 would be warm-up
-        training.step(i, 0, batch(i))
-        updates.append(training.ema.updates)
-    assert training.accumulate == 2 and updates == [0, 1, 1, 2, 2]
-    assert training.late_items().shape == (0, 4)
+        trainer.step(i, 0, batch(i))
+        updates.append(trainer.ema.updates)
+    assert trainer.accumulate == 2 and updates == [0, 1, 1, 2, 2]
+    assert trainer.late_items().shape == (0, 4)
 
 
 @pytest.mark.parametrize(
@@ -162,11 +189,11 @@ def test_freeze(layers, frozen):
 
 
 def test_frozen_layers_keep_weights_but_not_statistics():
-    training = new_training()
-    freeze_layers(training.model, [1])
-    before = deepcopy(training.model.state_dict())
-    run(training, 2)
-    after = training.model.state_dict()
+    trainer = new_trainer()
+    freeze_layers(trainer.model, [1])
+    before = deepcopy(trainer.model.state_dict())
+    run(trainer, 2)
+    after = trainer.model.state_dict()
     assert torch.equal(after["model.0.conv.weight"], before["model.0.conv.weight"])
     assert torch.equal(after["model.0.bn.weight"], before["model.0.bn.weight"])
     assert not torch.equal(after["model.0.bn.running_mean"], before["model.0.bn.running_mean"])
@@ -184,19 +211,19 @@ def test_freezing_everything_is_refused():
 @pytest.fixture
 def stored(tmp_path):
     """The checkpoint of a run after epoch 4, through a file."""
-    training = run(new_training(epochs=10), 3)
-    for group in training.optimizer.param_groups:
+    trainer = run(new_trainer(epochs=10), 3)
+    for group in trainer.optimizer.param_groups:
         group["lr"] = 0.00777
-    save(training.checkpoint(4, 0.5, "results\n"), tmp_path / "last.pt")
+    save(trainer.checkpoint(4, 0.5, "results\n"), tmp_path / "last.pt")
     return read_checkpoint(tmp_path / "last.pt")
 
 
 def test_checkpoint_content():
-    training = run(new_training(), 2)
-    content = training.checkpoint(3, 0.125, "a line\n")
+    trainer = run(new_trainer(), 2)
+    content = trainer.checkpoint(3, 0.125, "a line\n")
     assert (content["epoch"], content["best_fitness"], content["training_results"]) == (3, 0.125, "a line\n")
-    assert content["updates"] == 2 and content["scaler"] == training.scaler.state_dict()
-    for name, value in training.ema.ema.state_dict().items():
+    assert content["updates"] == 2 and content["scaler"] == trainer.scaler.state_dict()
+    for name, value in trainer.ema.ema.state_dict().items():
         assert torch.equal(content["ema"].state_dict()[name], value.half() if value.is_floating_point() else value)
     assert content["optimizer"]["param_groups"][0]["initial_lr"] == LR0
     momentum = content["optimizer"]["state"][0]["momentum_buffer"]
@@ -204,38 +231,38 @@ def test_checkpoint_content():
 
 
 def test_restore(stored):
-    training = new_training(seed=1)
-    progress = training.restore(stored, epochs=10, nc=2)
+    trainer = new_trainer(seed=1)
+    progress = trainer.restore(stored, epochs=10, nc=2)
     assert (progress.start_epoch, progress.epochs, progress.best_fitness) == (5, 10, 0.5)
     assert progress.results_text == "results\n" and progress.results == (0.0,) * 7
     assert np.array_equal(progress.maps, [0, 0])
-    assert training.ema.updates == 3
-    for name, value in training.ema.ema.state_dict().items():
+    assert trainer.ema.updates == 3
+    for name, value in trainer.ema.ema.state_dict().items():
         assert value.dtype != torch.float16 and torch.equal(value, stored.ema.state[name].to(value.dtype))
-    assert [group["lr"] for group in training.optimizer.param_groups] == [0.00777] * 3
-    assert [group["initial_lr"] for group in training.optimizer.param_groups] == [LR0] * 3
-    own = training.optimizer.state_dict()["state"]
+    assert [group["lr"] for group in trainer.optimizer.param_groups] == [0.00777] * 3
+    assert [group["initial_lr"] for group in trainer.optimizer.param_groups] == [LR0] * 3
+    own = trainer.optimizer.state_dict()["state"]
     assert set(own) == set(stored.optimizer["state"]) and len(own) > 10
     for key, value in stored.optimizer["state"].items():
         assert torch.equal(own[key]["momentum_buffer"], value["momentum_buffer"])
 
 
 def test_restored_run_continues_the_schedule(stored):
-    training = new_training(epochs=10)
-    progress = training.restore(stored, epochs=10, nc=2)
-    training.start(training.model, squares, 1.0, progress.start_epoch, num_warmup=0)
-    run(training, 1)
-    assert training.end_epoch() == [0.00777] * 3, "the rate in force is that of the checkpoint"
-    assert training.end_epoch()[0] == pytest.approx(LR0 * lr_factor(10, 0.1)(5))
+    trainer = new_trainer(epochs=10)
+    progress = trainer.restore(stored, epochs=10, nc=2)
+    trainer.start(trainer.model, squares, 1.0, progress.start_epoch, num_warmup=0)
+    run(trainer, 1)
+    assert trainer.end_epoch() == [0.00777] * 3, "the rate in force is that of the checkpoint"
+    assert trainer.end_epoch()[0] == pytest.approx(LR0 * lr_factor(10, 0.1)(5))
 
 
 def test_nothing_to_restore(stored):
     def untouched(checkpoint, nc=2):
-        training = new_training(seed=1, nc=nc)
-        before = deepcopy(training.ema.ema.state_dict())
-        progress = training.restore(checkpoint, epochs=10, nc=nc)
-        assert all(torch.equal(value, before[name]) for name, value in training.ema.ema.state_dict().items())
-        assert training.ema.updates == 0 and not training.optimizer.state
+        trainer = new_trainer(seed=1, nc=nc)
+        before = deepcopy(trainer.ema.ema.state_dict())
+        progress = trainer.restore(checkpoint, epochs=10, nc=nc)
+        assert all(torch.equal(value, before[name]) for name, value in trainer.ema.ema.state_dict().items())
+        assert trainer.ema.updates == 0 and not trainer.optimizer.state
         assert (progress.start_epoch, progress.epochs, progress.best_fitness, len(progress.maps)) == (0, 10, 0.0, nc)
 
     untouched(None)
@@ -248,26 +275,26 @@ def test_nothing_to_restore(stored):
 
 def test_restore_from_a_file_with_gaps(stored):
     stored.best_fitness = stored.training_results = stored.updates = stored.scaler = None
-    training = new_training()
-    progress = training.restore(stored, epochs=10, nc=2)
+    trainer = new_trainer()
+    progress = trainer.restore(stored, epochs=10, nc=2)
     assert (progress.start_epoch, progress.best_fitness, progress.results_text) == (5, 0.0, "")
-    assert training.ema.updates == 0
+    assert trainer.ema.updates == 0
     stored.ema = None
-    assert new_training().restore(stored, epochs=10, nc=2).start_epoch == 5
+    assert new_trainer().restore(stored, epochs=10, nc=2).start_epoch == 5
 
 
 def test_more_epochs_than_asked_for(stored):
-    assert new_training().restore(stored, epochs=6, nc=2).epochs == 6
-    assert new_training().restore(stored, epochs=3, nc=2).epochs == 7  # 3 + epoch 4
+    assert new_trainer().restore(stored, epochs=6, nc=2).epochs == 6
+    assert new_trainer().restore(stored, epochs=3, nc=2).epochs == 7  # 3 + epoch 4
     for epochs in (5, 1):
         with pytest.raises(ValueError, match="last.pt has had 5 epochs, so --epochs .* leaves nothing to train"):
-            new_training().restore(stored, epochs=epochs, nc=2)
+            new_trainer().restore(stored, epochs=epochs, nc=2)
 
 
 def test_state_of_another_optimizer_is_refused(stored):
     with pytest.raises(ValueError, match="last.pt holds the state of another optimizer.*--adam"):
-        new_training(adam=True).restore(stored, epochs=10, nc=2)
+        new_trainer(adam=True).restore(stored, epochs=10, nc=2)
     for damaged in ({}, {"param_groups": []}, {"param_groups": 5}, {"param_groups": stored.optimizer["param_groups"]}):
         stored.optimizer = damaged
         with pytest.raises(ValueError, match="last.pt holds the state of another optimizer"):
-            new_training().restore(stored, epochs=10, nc=2)
+            new_trainer().restore(stored, epochs=10, nc=2)

@@ -3,15 +3,17 @@
 import threading
 import time
 from copy import deepcopy
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests import small_run
-from tests.engine.test_trainer import new_training, run
+from tests.engine.test_trainer import new_trainer, run
+from utils.config.options import train_parser
 from utils.engine import checkpoint
-from utils.engine.checkpoint import Checkpoints, read_checkpoint
+from utils.engine.checkpoint import Checkpoints
+from utils.engine.checkpoint_reader import read_checkpoint
 from utils.fast.async_checkpoint import BackgroundCheckpoints, snapshot
 from utils.loggers.results import RunReport
 from utils.run import fast_paths
@@ -36,12 +38,12 @@ def test_snapshot_shares_nothing():
 
 
 def test_files_hold_the_state_at_the_time_of_saving(tmp_path, held):
-    training = run(new_training(), 2)
+    trainer = run(new_trainer(), 2)
     checkpoints = BackgroundCheckpoints(tmp_path, epochs=10)
-    weights = deepcopy(training.model.state_dict())
-    momentum = training.optimizer.state_dict()["state"][0]["momentum_buffer"].clone()
-    checkpoints.after_epoch(lambda: training.checkpoint(0, 0.5, "text\n"), 0, is_best=True)
-    run(training, 2)  # goes on while nothing is written yet
+    weights = deepcopy(trainer.model.state_dict())
+    momentum = trainer.optimizer.state_dict()["state"][0]["momentum_buffer"].clone()
+    checkpoints.after_epoch(lambda: trainer.checkpoint(0, 0.5, "text\n"), 0, is_best=True)
+    run(trainer, 2)  # goes on while nothing is written yet
     assert not (tmp_path / "last.pt").exists()
     held.set()
     assert checkpoints.written() == [tmp_path / "last.pt", tmp_path / "best.pt"]
@@ -56,8 +58,8 @@ def test_files_hold_the_state_at_the_time_of_saving(tmp_path, held):
 
 def test_same_files_as_without_the_thread(tmp_path):
     for kind, folder in ((Checkpoints, tmp_path / "plain"), (BackgroundCheckpoints, tmp_path / "thread")):
-        training = run(new_training(), 1)
-        kind(folder, epochs=1).after_epoch(lambda t=training: t.checkpoint(0, 0.5, ""), 0, is_best=True)
+        trainer = run(new_trainer(), 1)
+        kind(folder, epochs=1).after_epoch(lambda t=trainer: t.checkpoint(0, 0.5, ""), 0, is_best=True)
     checkpoints = BackgroundCheckpoints(tmp_path / "thread", epochs=1)
     checkpoints.wait()
     names = ["best.pt", "epoch_000.pt", "last.pt"]
@@ -142,15 +144,15 @@ def test_a_failed_last_write_is_raised_before_the_files_are_read(tmp_path, monke
         checkpoints.strip(None)
 
 
-def test_fast_step_has_its_checkpoints_written_by_a_thread():
-    flags = {"fast_step": False, "cuda_graph": False, "fast": False}
-    assert fast_paths.checkpoints(SimpleNamespace(**flags)) is Checkpoints
-    for name in flags:
-        assert fast_paths.checkpoints(SimpleNamespace(**flags | {name: True})) is BackgroundCheckpoints
+@pytest.mark.parametrize("flag", ["--fast-step", "--cuda-graph", "--fast"])
+def test_fast_step_has_its_checkpoints_written_by_a_thread(flag):
+    opt = train_parser().parse_args([flag])
+    assert fast_paths.choose(opt, torch.device("cpu")).checkpoints is BackgroundCheckpoints
 
 
 def test_a_whole_run_leaves_its_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(fast_paths, "checkpoints", lambda opt: BackgroundCheckpoints)
+    paths = replace(fast_paths.REFERENCE, checkpoints=BackgroundCheckpoints)
+    monkeypatch.setattr(fast_paths, "choose", lambda opt, device: paths)
     weights = small_run.run(tmp_path, "--epochs", "1") / "weights"
     names = ["best.pt", "epoch_000.pt", "init.pt", "last.pt", "last_full.pt"]
     assert sorted(path.name for path in weights.iterdir()) == names

@@ -1,28 +1,35 @@
-"""The compiled model: what runs compiled and what does not, that it changes nothing, and that failing costs nothing."""
+"""The compiled model: what runs compiled, that it changes nothing, and that failing costs nothing; and the report that
+no model or loss breaks into several graphs."""
 
 import os
 from copy import deepcopy
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
-from tests import small_run
+import train as program
+from models.yolo import Model
+from tests import heads_cases, small_run
 from tests.tiny_model import tiny_model
+from utils.config.hyp import load_hyp
 from utils.config.options import train_parser
 from utils.fast import compile as compiled
-from utils.fast.compile import Settings
+from utils.fast.compile import CompileOptions
 from utils.loggers.results import NullReport, RunReport
-from utils.run import fast_paths
 
 SUCCESS = "Model compiled successfully"
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):
-    """No settings from outside, kernels kept below the test's folder, and nothing left in torch's caches."""
+    """No environment from outside, kernels kept below the test's folder, and nothing left in torch's caches."""
     for name in ("USE_COMPILE", "DIAGNOSE_COMPILE", "COMPILE_BACKEND", "COMPILE_MODE", "TORCHINDUCTOR_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -70,7 +77,7 @@ def assert_equal(result, expected, **tolerance):
 def test_same_training_and_one_graph(caplog):
     model, seconds = new_model(), []
     with caplog.at_level("INFO"):
-        compiled.compile_model(model, Settings("aot_eager", "default"), seconds.append)
+        compiled.compile_model(model, seconds.append, CompileOptions("aot_eager", "default"))
         assert SUCCESS not in caplog.messages and not seconds
         result = train(model)
     assert_equal(result, train(new_model()), rtol=1e-5, atol=1e-6)
@@ -94,7 +101,7 @@ class TwoHeads(torch.nn.Module):
 def test_a_model_of_several_heads(caplog):
     caplog.set_level("INFO")
     model = TwoHeads()
-    compiled.compile_model(model, Settings("eager", "default"), lambda seconds: None)
+    compiled.compile_model(model, lambda seconds: None, CompileOptions("eager", "default"))
     (first,), (second,) = model(torch.ones(5, 3))
     assert first.shape == (5, 2) and second.shape == (5, 4)
     assert SUCCESS in caplog.text and "failed" not in caplog.text
@@ -102,7 +109,7 @@ def test_a_model_of_several_heads(caplog):
 
 def test_evaluation_copies_and_files_are_plain():
     model = new_model()
-    compiled.compile_model(model, Settings("eager", "default"), lambda seconds: None)
+    compiled.compile_model(model, lambda seconds: None, CompileOptions("eager", "default"))
     images = torch.rand(2, 3, 64, 64)
     model.eval()(images)
     with torch.no_grad():
@@ -122,7 +129,7 @@ def test_evaluation_copies_and_files_are_plain():
 )  # fmt: skip
 def test_failure_is_a_warning_and_changes_nothing(backend, reason, caplog):
     model, seconds = new_model(), []
-    compiled.compile_model(model, Settings(backend, "default"), seconds.append)
+    compiled.compile_model(model, seconds.append, CompileOptions(backend, "default"))
     assert_equal(train(model), train(new_model()), rtol=0, atol=0)
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "runs as without it" in warning and reason in warning and "\n" not in warning
@@ -131,35 +138,28 @@ def test_failure_is_a_warning_and_changes_nothing(backend, reason, caplog):
 
 def test_an_error_of_the_model_itself_is_not_swallowed():
     model = new_model()
-    compiled.compile_model(model, Settings("eager", "default"), lambda seconds: None)
+    compiled.compile_model(model, lambda seconds: None, CompileOptions("eager", "default"))
     with pytest.raises(RuntimeError, match="channels"):
         model(torch.rand(2, 4, 64, 64))
 
 
 def test_data_parallel_is_left_alone(caplog):
     model = new_model()
-    compiled.compile_model(torch.nn.DataParallel(model), Settings("aot_eager", "default"), lambda seconds: None)
+    compiled.compile_model(torch.nn.DataParallel(model), lambda seconds: None, CompileOptions("aot_eager", "default"))
     assert model._compiled_call_impl is None and "torchrun" in caplog.text
 
 
 # ---- the environment -----------------------------------------------------------------------------------------------
 
 
-def test_settings(monkeypatch):
-    assert compiled.settings() is None
-    monkeypatch.setenv("USE_COMPILE", "0")
-    assert compiled.settings() is None
-    monkeypatch.setenv("USE_COMPILE", "1")
-    assert compiled.settings() == Settings("inductor", "default")
+def test_options_from_environment(monkeypatch):
+    assert compiled.options_from_environment() == CompileOptions("inductor", "default")
     monkeypatch.setenv("COMPILE_BACKEND", "eager")
     monkeypatch.setenv("COMPILE_MODE", "max-autotune-no-cudagraphs")
-    assert compiled.settings() == Settings("eager", "max-autotune-no-cudagraphs")
+    assert compiled.options_from_environment() == CompileOptions("eager", "max-autotune-no-cudagraphs")
     monkeypatch.setenv("COMPILE_MODE", "fastest")
     with pytest.raises(ValueError, match="COMPILE_MODE=fastest.*max-autotune"):
-        compiled.settings()
-    monkeypatch.setenv("USE_COMPILE", "yes")
-    with pytest.raises(ValueError, match="USE_COMPILE=yes"):
-        compiled.settings()
+        compiled.options_from_environment()
 
 
 def test_kernels_outlive_the_run(monkeypatch, tmp_path, caplog):
@@ -173,20 +173,6 @@ def test_kernels_outlive_the_run(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     compiled.use_lasting_cache()
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ and "not kept" in caplog.text
-
-
-@pytest.mark.parametrize("flag", ["--multi-scale", "--rect"])
-def test_changing_sizes_run_eagerly(flag, monkeypatch, caplog):
-    monkeypatch.setenv("USE_COMPILE", "1")
-    model = new_model()
-    fast_paths.compile_model(model, train_parser().parse_args([flag]), None)
-    assert model._compiled_call_impl is None and f"no effect with {flag}" in caplog.text
-
-
-def test_without_the_variable_nothing_happens(caplog):
-    model = new_model()
-    fast_paths.compile_model(model, train_parser().parse_args([]), None)
-    assert model._compiled_call_impl is None and not caplog.records and not fast_paths.is_diagnosis()
 
 
 # ---- whole runs ----------------------------------------------------------------------------------------------------
@@ -225,7 +211,7 @@ def test_compile_time_is_not_the_epochs(tmp_path):
 @pytest.mark.gpu
 def test_inductor_on_a_gpu(caplog):
     model, plain = new_model().cuda(), new_model().cuda()
-    compiled.compile_model(model, Settings("inductor", "default"), lambda seconds: None)
+    compiled.compile_model(model, lambda seconds: None, CompileOptions("inductor", "default"))
     images = torch.rand(4, 3, 64, 64, device="cuda")
     with caplog.at_level("INFO"), torch.autocast("cuda"):
         outputs, expected = model(images), plain(images)
@@ -234,3 +220,77 @@ def test_inductor_on_a_gpu(caplog):
         torch.testing.assert_close(output.float(), other.float(), rtol=2e-2, atol=2e-2)
     for buffer, other in zip(model.buffers(), plain.buffers(), strict=True):
         torch.testing.assert_close(buffer, other, rtol=2e-2, atol=2e-2)
+
+
+# ---- DIAGNOSE_COMPILE=1 ----------------------------------------------------------------------------------------------
+
+
+def layers_of(cfg):
+    return {row[2] for section in ("backbone", "head") for row in cfg[section]}
+
+
+def cfg_of_w6_layers(folder):
+    """A small network of those kinds of layers of yolov7-w6 that yolov7 lacks."""
+    cfg = yaml.safe_load(small_run.make_cfg(folder, auxiliary=True).read_text())
+    cfg["backbone"][0] = [-1, 1, "ReOrg", []]
+    w6, yolov7 = (yaml.safe_load(Path(f"cfg/training/{name}.yaml").read_text()) for name in ("yolov7-w6", "yolov7"))
+    assert layers_of(w6) <= layers_of(yolov7) | layers_of(cfg)
+    return cfg
+
+
+@pytest.mark.parametrize(
+    ("name", "hyp", "losses"),
+    [("yolov7-tiny", "tiny", ["BatchedLoss", "BatchedLossOTA"]), ("yolov7", "p5", None),
+     ("yolov7-w6", "p6", ["BatchedLossAuxOTA"])],
+)  # fmt: skip
+def test_no_graph_breaks(name, hyp, losses, monkeypatch, tmp_path):
+    if losses and torch.__version__.startswith("2.4."):
+        pytest.skip("Dynamo of torch 2.4 cannot trace the losses in one piece")
+    if losses is None:  # they are those of the tiny model
+        monkeypatch.setattr(compiled, "losses_of", lambda model: [])
+    model = Model(cfg_of_w6_layers(tmp_path) if name == "yolov7-w6" else f"cfg/training/{name}.yaml", nc=80)
+    lines = compiled.explain(model, load_hyp(f"data/hyp.scratch.{hyp}.yaml"), 80, 63).splitlines()
+    torch.compiler.reset()
+    names = ["model, images [2, 3, 64, 64]", *(losses or [])]
+    assert lines[0] == "DYNAMO EXPLANATION REPORT"
+    assert lines[3:-2] == [f"{name}: graph count 1, break count 0" for name in names]
+    assert lines[-1] == f"total: graph count {len(names)}, break count 0"
+
+
+@pytest.mark.skipif(torch.__version__.startswith("2.4."), reason="Dynamo of torch 2.4 cuts the losses in pieces")
+def test_several_heads():
+    lines = compiled.explain(heads_cases.small_model(), load_hyp("data/hyp.scratch.tiny.yaml"), 3, 64).splitlines()
+    names = [line.split(":")[0] for line in lines[3:-2]]
+    assert names == ["model, images [2, 3, 64, 64]", "BatchedLoss, 2 heads", "BatchedLossOTA, 2 heads"]
+    assert lines[-1] == "total: graph count 3, break count 0"
+
+
+def test_breaks_come_with_their_reason():
+    def broken(x):
+        x = x + 1
+        torch._dynamo.graph_break()
+        return x * 2
+
+    text = compiled.report([("it", compiled._explain(broken, (torch.zeros(2),)))])
+    assert "it: graph count 2, break count 1" in text and "total: graph count 2, break count 1" in text
+    assert "    1. " in text and "test_compile.py:" in text
+
+
+def test_reasons_without_a_place():
+    found = SimpleNamespace(
+        graph_count=2, graph_break_count=1, break_reasons=[SimpleNamespace(reason="so\n so", user_stack=[])]
+    )
+    assert "    1. so so\n" in compiled.report([("it", found)])
+
+
+def test_a_run_ends_with_the_report(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("DIAGNOSE_COMPILE", "1")
+    seen = []
+    monkeypatch.setattr(compiled, "explain", lambda *arguments: seen.append(arguments) or "THE REPORT")
+    line = small_run.arguments(tmp_path)
+    with mock.patch("sys.argv", ["train.py", *line]):
+        program.main(train_parser().parse_args(line))
+    ((model, hyp, nc, image_size),) = seen
+    assert isinstance(model, Model) and hyp["box"] == small_run.HYP["box"] and (nc, image_size) == (2, 64)
+    assert "THE REPORT" in capsys.readouterr().out
+    assert not (tmp_path / "runs").exists()

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from utils.engine.ema import ModelEMA
-from utils.fast.flat import ALIGNED, flatten, starts_of
-from utils.fast.flat_optimizer import FlatAverage, FlatSGD, trained
+from utils.fast.flat_optimizer import ALIGNED, FlatAverage, FlatSGD, flatten, starts_of, trained
 
 
 def new_model():

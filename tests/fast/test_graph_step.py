@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests import step_cases
-from tests.step_cases import assert_equal_runs, batches, new_training
+from tests.step_cases import assert_equal_runs, batches, new_trainer
 from utils.fast import graph_step
 from utils.fast.graph_step import GraphSteps
 from utils.fast.train_step import FastSteps
@@ -51,8 +51,8 @@ def crowds_are_rare(request, monkeypatch):
 
 
 def compare(kind, num_steps=24, sizes=(step_cases.BATCH,), interval=4, **options):
-    expected = step_cases.run(new_training(batched=True, **options), batches(num_steps, sizes=sizes, as_bytes=False), 2)
-    steps = kind(new_training(batched=True, **options), interval)
+    expected = step_cases.run(new_trainer(batched=True, **options), batches(num_steps, sizes=sizes, as_bytes=False), 2)
+    steps = kind(new_trainer(batched=True, **options), interval)
     found = step_cases.run(steps, batches(num_steps, sizes=sizes), 2)
     assert_equal_runs(found, expected, rtol=2e-4, atol=2e-5)
     return steps
@@ -88,7 +88,7 @@ def test_padded_sizes_grow_with_the_batches(monkeypatch):
 
 
 def test_crowded_batches_go_without():
-    steps = OnCPU(new_training(batched=True))
+    steps = OnCPU(new_trainer(batched=True))
     steps.begin_epoch()
     given = list(batches(6))
     crowd = given[0]._replace(targets=given[0].targets.repeat(40, 1))
@@ -99,7 +99,7 @@ def test_crowded_batches_go_without():
 
 def test_many_crowded_batches_enlarge_the_graph(monkeypatch):
     monkeypatch.setattr(cuda_graph, "MAX_CROWDED", 1)
-    steps = OnCPU(new_training(batched=True))
+    steps = OnCPU(new_trainer(batched=True))
     steps.begin_epoch()
     given = list(batches(6))
     crowd = given[0]._replace(targets=given[0].targets.repeat(40, 1))
@@ -110,7 +110,7 @@ def test_many_crowded_batches_enlarge_the_graph(monkeypatch):
 
 def test_more_pairs_than_a_graph_can_take(monkeypatch):
     monkeypatch.setattr(batched_assigner, "MAX_PAIRS", 1)
-    steps = OnCPU(new_training(batched=True))
+    steps = OnCPU(new_trainer(batched=True))
     steps.begin_epoch()
     for i, batch in enumerate(batches(5)):
         steps.step(i, 0, batch)
@@ -129,23 +129,23 @@ def test_a_failed_capture_is_a_warning(caplog):
 
 
 def test_another_loss_and_moved_weights_need_new_graphs():
-    steps = OnCPU(new_training(batched=True))
+    steps = OnCPU(new_trainer(batched=True))
     step_cases.run(steps, batches(6))
     assert steps.counts["captured"] == 2
     steps.begin_epoch()
     assert len(steps.shapes) == 1
-    steps.training.model.half().float()
+    steps.trainer.model.half().float()
     steps.begin_epoch()
     assert not steps.shapes
     step_cases.run(steps, batches(6))
-    other = new_training(batched=True, use_ota=False).compute_loss
-    steps.training.compute_loss = other
+    other = new_trainer(batched=True, use_ota=False).compute_loss
+    steps.trainer.compute_loss = other
     steps.begin_epoch()
     assert not steps.shapes and steps.loss is other
 
 
 def test_another_optimizer_is_not_captured(caplog):
-    steps = OnCPU(new_training(batched=True, adam=True))
+    steps = OnCPU(new_trainer(batched=True, adam=True))
     step_cases.run(steps, batches(5))
     assert steps.counts["ordinary"] == 5 and "the optimiser is not SGD" in caplog.text
 
@@ -163,13 +163,13 @@ def exact_convolutions():
 
 def gpu_runs(kind, num_steps=36, scale=None, **options):
     """(Run of `kind`, Run of the reference, what made the steps of the first)."""
-    trainings = [new_training(ON_GPU, batched=batched, **options) for batched in (True, False)]
-    for training in trainings if scale else ():
-        training.scaler.load_state_dict(training.scaler.state_dict() | {"scale": scale})
-    steps = kind(trainings[0], 4)
+    trainers = [new_trainer(ON_GPU, batched=batched, **options) for batched in (True, False)]
+    for trainer in trainers if scale else ():
+        trainer.scaler.load_state_dict(trainer.scaler.state_dict() | {"scale": scale})
+    steps = kind(trainers[0], 4)
     given = (batch._replace(targets=batch.targets.cpu()) for batch in batches(num_steps, ON_GPU))
     found = step_cases.run(steps, given, 2)
-    expected = step_cases.run(trainings[1], batches(num_steps, ON_GPU, as_bytes=False), 2)
+    expected = step_cases.run(trainers[1], batches(num_steps, ON_GPU, as_bytes=False), 2)
     return found, expected, steps
 
 
@@ -191,7 +191,7 @@ def test_on_a_gpu_in_mixed_precision(kind, precision):
     found, expected, _ = gpu_runs(kind, precision=precision)
     torch.testing.assert_close(found.items[:8], expected.items[:8], rtol=0.05, atol=0.02)
     torch.testing.assert_close(found.items.mean(0), expected.items.mean(0), rtol=0.1, atol=0.02)
-    assert found.training.scaler.state_dict() == expected.training.scaler.state_dict()
+    assert found.trainer.scaler.state_dict() == expected.trainer.scaler.state_dict()
     for name, value in expected.state().items():
         if "num_batches_tracked" in name:
             assert found.state()[name].equal(value), name
@@ -202,7 +202,7 @@ def test_on_a_gpu_in_mixed_precision(kind, precision):
 def test_overflows_from_the_first_step_on_are_skipped(kind):
     """A scale of 2^36 overflows for some steps: no weight moves, momentum stays 0, the scale is halved each time."""
     found, expected, _ = gpu_runs(kind, scale=2.0**36, total_batch=64)
-    mine, theirs = (r.training.scaler.state_dict() for r in (found, expected))
+    mine, theirs = (r.trainer.scaler.state_dict() for r in (found, expected))
     assert mine["scale"] < 2.0**34 and abs(mine["scale"] / theirs["scale"]) in (0.5, 1, 2)
     assert all(value.isfinite().all() for value in found.state().values())
     torch.testing.assert_close(found.items, expected.items, rtol=0.15, atol=0.03)
@@ -211,7 +211,7 @@ def test_overflows_from_the_first_step_on_are_skipped(kind):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [FastSteps, GraphSteps])
 def test_no_step_waits_for_the_gpu(kind):
-    steps = kind(new_training(ON_GPU, batched=True), 4)
+    steps = kind(new_trainer(ON_GPU, batched=True), 4)
     given = list(batches(16, ON_GPU))
     given = [batch._replace(targets=batch.targets.cpu()) for batch in given]
     steps.begin_epoch()
@@ -231,7 +231,7 @@ def test_no_step_waits_for_the_gpu(kind):
 
 @pytest.mark.gpu
 def test_capturing_again_does_not_pile_up_memory():
-    steps = GraphSteps(new_training(ON_GPU, batched=True), 4)
+    steps = GraphSteps(new_trainer(ON_GPU, batched=True), 4)
     given = [batch._replace(targets=batch.targets.cpu()) for batch in batches(12, ON_GPU)]
     used = []
     for _ in range(4):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from utils.fast.loss_readback import NonFinite, ReadBack, in_words
+from utils.fast.loss_readback import NonFinite, ReadBack, describe
 
 CPU = torch.device("cpu")
 
@@ -71,7 +71,7 @@ def test_a_loss_that_is_not_finite_is_reported_with_step_and_files(caplog):
 
 
 def test_long_lists_of_files_are_cut():
-    text = in_words([(7, tuple(f"{i}.jpg" for i in range(64)))])
+    text = describe([(7, tuple(f"{i}.jpg" for i in range(64)))])
     assert text == "the loss was not finite in iteration 7 (images: 0.jpg, 1.jpg, 2.jpg, 3.jpg and 60 more)"
 
 

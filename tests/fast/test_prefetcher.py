@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from utils.engine.batches import plain
-from utils.fast.prefetcher import Prefetch, Slot, as_float, to_device
+from utils.fast.prefetcher import Prefetcher, Slot, as_float, to_device
 
 CPU = torch.device("cpu")
 
@@ -19,22 +19,22 @@ def loader(*sizes, valid=None):
 
 
 def test_batches_are_those_of_the_plain_feed():
-    found, expected = Prefetch()(loader(2, 2, 3, 1, 2), CPU), plain(loader(2, 2, 3, 1, 2), CPU)
+    found, expected = Prefetcher()(loader(2, 2, 3, 1, 2), CPU), plain(loader(2, 2, 3, 1, 2), CPU)
     for mine, reference in zip(found, expected, strict=True):
         assert mine.images.dtype == torch.uint8
         assert torch.equal(as_float(mine.images), reference.images)
         assert torch.equal(mine.targets, reference.targets) and mine.paths == reference.paths
-    assert list(Prefetch()([], CPU)) == []
+    assert list(Prefetcher()([], CPU)) == []
 
 
 def test_floats_on_request():
-    (batch,) = Prefetch(floats=True)(loader(2), CPU)
+    (batch,) = Prefetcher(floats=True)(loader(2), CPU)
     assert batch.images.dtype == torch.float32 and batch.images.max() == 1.0
 
 
 def test_targets_can_stay_elsewhere():
-    (batch,) = Prefetch(targets_device=CPU)([(torch.zeros(1, 3, 2, 2, dtype=torch.uint8), torch.ones(2, 6), (), None)],
-                                            torch.device("meta"))  # fmt: skip
+    loader = [(torch.zeros(1, 3, 2, 2, dtype=torch.uint8), torch.ones(2, 6), (), None)]
+    (batch,) = Prefetcher(targets_device=CPU)(loader, torch.device("meta"))
     assert batch.images.device.type == "meta" and batch.targets.device.type == "cpu"
 
 
@@ -53,20 +53,20 @@ def test_a_slot_is_filled_again_only_after_the_work_on_it(monkeypatch):
         original = getattr(Slot, name)
 
         def logged(slot, *arguments, name=name, original=original):
-            log.append((name, feed.slots.index(slot)))
+            log.append((name, prefetcher.slots.index(slot)))
             return original(slot, *arguments)
 
         monkeypatch.setattr(Slot, name, logged)
-    feed = Prefetch(ahead=2)
-    for number, _ in enumerate(feed(loader(1, 1, 1), CPU)):
+    prefetcher = Prefetcher(ahead=2)
+    for number, _ in enumerate(prefetcher(loader(1, 1, 1), CPU)):
         log.append(("work", number))
     expected = [[("wait", i % 2), ("fill", i % 2), ("work", i), ("release", i % 2)] for i in range(3)]
     assert log == sum(expected, [])
 
 
 def test_a_batch_stays_until_its_slot_comes_again():
-    feed = Prefetch(ahead=3)
-    kept = [(batch.images, batch.images.clone()) for batch in feed(loader(2, 2, 2), CPU)]
+    prefetcher = Prefetcher(ahead=3)
+    kept = [(batch.images, batch.images.clone()) for batch in prefetcher(loader(2, 2, 2), CPU)]
     assert all(torch.equal(images, copy) for images, copy in kept)
     assert len({images.data_ptr() for images, _ in kept}) == 3
 
@@ -74,11 +74,11 @@ def test_a_batch_stays_until_its_slot_comes_again():
 def test_an_epoch_that_is_left_releases_its_slot(monkeypatch):
     released = []
     monkeypatch.setattr(Slot, "release", lambda slot: released.append(slot))
-    feed = Prefetch()
-    batches = feed(loader(1, 1), CPU)
+    prefetcher = Prefetcher()
+    batches = prefetcher(loader(1, 1), CPU)
     next(batches)
     batches.close()
-    assert released == [feed.slots[0]]
+    assert released == [prefetcher.slots[0]]
 
 
 def test_a_loader_learns_which_stream_reads_its_slots():
@@ -86,7 +86,7 @@ def test_a_loader_learns_which_stream_reads_its_slots():
         copy_stream = "nobody has set it"
 
     ring = Loader(loader(1))
-    list(Prefetch()(ring, CPU))
+    list(Prefetcher()(ring, CPU))
     assert ring.copy_stream is None
 
 
@@ -110,7 +110,7 @@ def test_on_a_gpu_slow_work_sees_its_own_batch(pinned):
             yield (images.pin_memory() if pinned else images), torch.zeros(0, 6), (), None
 
     seen = []
-    for batch in Prefetch()(big(), device):
+    for batch in Prefetcher()(big(), device):
         torch.cuda._sleep(20_000_000)
         seen.append(torch.stack((batch.images.amin(), batch.images.amax())))
     assert torch.stack(seen).tolist() == [[i, i] for i in range(12)]

@@ -1,4 +1,4 @@
-"""--fast-val against test.evaluate: the same model and loader, equal scores; and a run that uses it."""
+"""--fast-val against engine.evaluate: the same model and loader, equal scores; and a run that uses it."""
 
 from types import SimpleNamespace
 
@@ -8,15 +8,13 @@ import pytest
 import torch
 
 from models.yolo import Model
-from test import evaluate
 from tests import small_run
-from utils.config.options import train_parser
 from utils.datasets import create_dataloader
+from utils.engine.evaluate import evaluate
 from utils.fast import nms, validation
 from utils.fast.validation import FastValidation
 from utils.loss.criterion import ComputeLoss
 from utils.ops.boxes import scale_coords, xywh2xyxy
-from utils.run import fast_paths
 
 
 @pytest.fixture(scope="module")
@@ -108,17 +106,13 @@ def test_a_run_validates_with_it_until_the_pictures(tmp_path, monkeypatch, caplo
             calls.append(super().__call__(*args, **kwargs))
             return calls[-1]
 
-    monkeypatch.setattr(fast_paths, "FastValidation", Counted)
+    monkeypatch.setattr(validation, "FastValidation", Counted)
     with caplog.at_level("INFO"):
         folder = small_run.run(tmp_path, "--fast-val", pictures=True)
-    assert len(calls) == 1 and "fast_val.py" in caplog.text  # two epochs, the last one with pictures
+    assert len(calls) == 1 and "fast/validation.py" in caplog.text  # two epochs, the last one with pictures
     lines = (folder / "results.txt").read_text().splitlines()
     assert [float(word) for word in lines[0].split()[-7:]] == pytest.approx(calls[0].results, rel=1e-3)
     assert (folder / "confusion_matrix.png").exists()
-
-
-def test_off_by_default():
-    assert fast_paths.validation(train_parser().parse_args([])) is None
 
 
 @pytest.mark.gpu

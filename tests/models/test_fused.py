@@ -1,4 +1,4 @@
-"""The training twin against its model: values, gradients, statistics, and the tensors they share."""
+"""The fused model against the model: values, gradients, statistics, and the tensors they share."""
 
 from copy import deepcopy
 
@@ -35,15 +35,15 @@ def distance(a, b):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cfg", CFGS)
-def test_twin_computes_what_the_model_does(cfg):
-    from models.fused import training_twin
+def test_fused_model_computes_what_the_model_does(cfg):
+    from models.fused import fused_model
 
     model = on_gpu(cfg)
     plain = deepcopy(model)
     exact = deepcopy(model).double()
     images = torch.rand(8, 3, 256, 256, device="cuda").to(memory_format=torch.channels_last)
-    twin = training_twin(model)
-    found, wanted = passes(twin, images, False), passes(plain, images, False)
+    fused = fused_model(model)
+    found, wanted = passes(fused, images, False), passes(plain, images, False)
     best = passes(exact, images.double(), False)
     # as close to float64 as the model itself is
     assert distance(found, best) < max(2 * distance(wanted, best), 1e-5)
@@ -59,12 +59,12 @@ def test_twin_computes_what_the_model_does(cfg):
 @pytest.mark.gpu
 @pytest.mark.parametrize("cfg", CFGS)
 def test_half_precision_is_as_close_to_float64_as_that_of_the_model(cfg):
-    from models.fused import training_twin
+    from models.fused import fused_model
 
     model = on_gpu(cfg)
     plain, exact = deepcopy(model), deepcopy(model).double()
     images = torch.rand(8, 3, 256, 256, device="cuda").to(memory_format=torch.channels_last)
-    found, wanted = passes(training_twin(model), images, True), passes(plain, images, True)
+    found, wanted = passes(fused_model(model), images, True), passes(plain, images, True)
     best = passes(exact, images.double(), False)
     assert distance(found, best) < 1.2 * distance(wanted, best)
     gradients = [[p.grad for p in net.parameters()] for net in (model, plain, exact)]
@@ -72,30 +72,30 @@ def test_half_precision_is_as_close_to_float64_as_that_of_the_model(cfg):
 
 
 @pytest.mark.gpu
-def test_twin_shares_every_tensor_and_leaves_the_model_alone():
-    from models.fused import training_twin
+def test_fused_model_shares_every_tensor_and_leaves_the_model_alone():
+    from models.fused import fused_model
 
     model = on_gpu("yolov7-tiny")
     kinds = [type(module) for module in model.modules()]
     sources = [layer.f for layer in model.model]
-    twin = training_twin(model)
+    fused = fused_model(model)
     assert [type(module) for module in model.modules()] == kinds and [layer.f for layer in model.model] == sources
-    assert all(a is b for a, b in zip(twin.parameters(), model.parameters(), strict=True))
-    assert all(a is b for a, b in zip(twin.buffers(), model.buffers(), strict=True))
-    windows = [layer.m.kernel_size for layer in twin.model if isinstance(layer, SP)]
-    assert windows == [5, 5, 5] and list(twin.state_dict()) == list(model.state_dict())
+    assert all(a is b for a, b in zip(fused.parameters(), model.parameters(), strict=True))
+    assert all(a is b for a, b in zip(fused.buffers(), model.buffers(), strict=True))
+    windows = [layer.m.kernel_size for layer in fused.model if isinstance(layer, SP)]
+    assert windows == [5, 5, 5] and list(fused.state_dict()) == list(model.state_dict())
 
 
 @pytest.mark.gpu
-def test_twin_evaluates_like_the_model():
-    from models.fused import training_twin
+def test_fused_model_evaluates_like_the_model():
+    from models.fused import fused_model
 
     model = on_gpu("yolov7-tiny")
     images = torch.rand(2, 3, 64, 64, device="cuda")
-    twin = training_twin(model)
-    twin.eval(), model.eval()
+    fused = fused_model(model)
+    fused.eval(), model.eval()
     with torch.no_grad():
-        assert twin(images)[0].sub(model(images)[0]).abs().max() < 1e-2  # pixels
+        assert fused(images)[0].sub(model(images)[0]).abs().max() < 1e-2  # pixels
 
 
 @pytest.mark.gpu

@@ -27,7 +27,7 @@ from tests.heads_cases import (
 )
 from tests.parity import check
 from tests.tiny_model import CFG
-from utils.engine.checkpoint import read_checkpoint
+from utils.engine.checkpoint_reader import read_checkpoint
 from utils.engine.ema import ModelEMA
 from utils.engine.optimizer import parameter_groups
 

@@ -10,6 +10,7 @@ from tests.small_run import HYP
 from tests.tiny_model import tiny_model
 from utils.config.options import check_train_options, train_parser
 from utils.run import auto_batch
+from utils.run.context import Run
 from utils.system.distributed import Ranks
 
 
@@ -52,14 +53,18 @@ def options(line=""):
     return opt
 
 
+def run(opt, data=DATA, device="cpu"):
+    return Run(opt, HYP, data, torch.device(device), Ranks())
+
+
 def test_on_the_cpu_it_says_that_it_needs_a_gpu():
     with pytest.raises(ValueError, match="--batch-size -1 measures what fits on a GPU, and this run uses the CPU"):
-        auto_batch.settle(options(), HYP, DATA, torch.device("cpu"), Ranks(), tiny_model)
+        auto_batch.settle(run(options()), tiny_model)
 
 
 def test_a_number_is_left_alone():
     opt = SimpleNamespace(batch_size=16)
-    auto_batch.settle(opt, HYP, DATA, torch.device("cpu"), Ranks(), None)
+    auto_batch.settle(run(opt), None)
     assert opt.batch_size == 16
 
 
@@ -73,7 +78,7 @@ def test_the_largest_images_are_tried():
 @pytest.mark.parametrize("flags", ["", "--fast", "--fast-loss", "--adam"])
 def test_a_trial_makes_the_steps_of_the_run(flags):
     model = tiny_model()
-    trial = auto_batch.new_trial(options(f"--img 64 {flags}"), HYP, 2, torch.device("cpu"), 64, model)
+    trial = auto_batch.new_trial(run(options(f"--img 64 {flags}")), 64, model)
     steps, before = [], model.state_dict()["model.0.bn.running_mean"].clone()
     step = trial.steps.step
     trial.steps.step = lambda iteration, epoch, batch: steps.append(batch) or step(iteration, epoch, batch)
@@ -92,7 +97,7 @@ def test_measured_on_the_gpu(flags, tmp_path):
         (tmp_path / f"{k}.jpg").touch()
     device, opt = torch.device("cuda"), options(f"--img 640 {flags}")
     data = SimpleNamespace(nc=2, train=str(tmp_path))
-    auto_batch.settle(opt, HYP, data, device, Ranks(), lambda: tiny_model().to(device))
+    auto_batch.settle(run(opt, data, device), lambda: tiny_model().to(device))
     assert opt.batch_size == opt.total_batch_size == 96, "no more than there are images"
     total = torch.cuda.get_device_properties(device).total_memory
     assert torch.cuda.memory_reserved(device) < 0.2 * total, "what the trials took is given back"

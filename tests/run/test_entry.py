@@ -1,5 +1,6 @@
 """How the programs end: status, streams, and one sentence instead of a traceback."""
 
+import importlib.util
 import logging
 import subprocess
 import sys
@@ -10,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 
 from utils.run import entry
-from utils.run.folder import NothingToDo
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -87,7 +87,7 @@ def test_a_file_that_fails_in_a_thread_is_one_line(monkeypatch, capsys, caplog):
 
 def test_nothing_to_do_is_no_error(caplog):
     with caplog.at_level("INFO"):
-        assert entry.run(raises(NothingToDo("the run is finished")), None) is None
+        assert entry.run(raises(entry.NothingToDo("the run is finished")), None) is None
     assert "the run is finished" in caplog.text
 
 
@@ -123,6 +123,12 @@ def test_other_ranks_do_not_repeat_what_all_read(monkeypatch, capsys):
         "0": "WARNING: a row is dropped\nWARNING: my own memory\n",
         "1": "WARNING: my own memory\n",
     }
+
+
+@pytest.mark.parametrize("name", entry.READ_BY_ALL)
+def test_what_all_read_exists(name):
+    """A logger has the name of its module: a module that has moved would be heard from every process."""
+    assert importlib.util.find_spec(name.removesuffix("."))
 
 
 @pytest.mark.parametrize(

@@ -8,19 +8,23 @@ import torch
 from utils.config.options import check_train_options, train_parser
 from utils.data.fast.loader import LoaderOptions
 from utils.engine import batches
+from utils.fast.async_checkpoint import BackgroundCheckpoints
+from utils.fast.compile import CompileOptions, compile_model
 from utils.fast.graph_step import GraphSteps
-from utils.fast.prefetcher import Prefetch
+from utils.fast.prefetcher import Prefetcher
 from utils.fast.train_step import FastSteps
+from utils.fast.validation import FastValidation
 from utils.loss import batched, criterion
 from utils.run import fast_paths
+from utils.run.fast_paths import REFERENCE
 
 CPU = torch.device("cpu")
 
 
-def test_no_flag_means_the_reference(caplog):
-    paths = fast_paths.choose(train_parser().parse_args([]), CPU)
-    assert paths is fast_paths.REFERENCE and paths.feed is batches.plain and paths.losses is criterion.losses_by_epoch
-    assert not caplog.records
+@pytest.fixture(autouse=True)
+def no_compile(monkeypatch):
+    for name in ("USE_COMPILE", "DIAGNOSE_COMPILE", "COMPILE_BACKEND", "COMPILE_MODE"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def choose(*flags, device="cuda", **facts):
@@ -29,8 +33,21 @@ def choose(*flags, device="cuda", **facts):
     return fast_paths.choose(opt, torch.device(device))
 
 
-def test_without_flags_a_training_makes_its_own_steps():
-    assert fast_paths.REFERENCE.steps("a training") == "a training"
+@pytest.mark.parametrize("flags", [(), ("--loader-timeout", "5", "--workers", "2"), ("--amp", "off", "--multi-scale")])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_no_flag_means_the_reference(flags, device, caplog):
+    assert choose(*flags, device=device) is REFERENCE and not caplog.records
+    assert REFERENCE.loader == {} and REFERENCE.batches is batches.plain
+    assert REFERENCE.losses is criterion.losses_by_epoch and fast_paths.diagnosis() is None
+    assert REFERENCE.steps("a trainer") == "a trainer" and REFERENCE.forward("a model") == "a model"
+
+
+def test_choice_is_frozen():
+    with pytest.raises(FrozenInstanceError):
+        REFERENCE.batches = None
+
+
+# ---- the step --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -38,13 +55,14 @@ def test_fast_step(device, caplog):
     caplog.set_level("INFO")
     paths = choose("--fast-step", "--sync-interval", "4", device=device)
     assert paths.steps.func is FastSteps and paths.steps.keywords == {"interval": 4}
-    assert isinstance(paths.feed, Prefetch) and paths.feed.targets_device is None and not paths.feed.floats
+    assert isinstance(paths.batches, Prefetcher) and paths.batches.targets_device is None and not paths.batches.floats
     assert paths.losses is criterion.losses_by_epoch and "losses every 4 steps" in caplog.text
+    assert paths.checkpoints is BackgroundCheckpoints
 
 
 def test_fast_step_with_other_flags():
     paths = choose("--fast-step", "--fast-loss", "--multi-scale")
-    assert paths.feed.targets_device == CPU and paths.feed.floats
+    assert paths.batches.targets_device == CPU and paths.batches.floats
     assert paths.losses.keywords == {"classes": batched.CLASSES}
 
 
@@ -76,39 +94,80 @@ def test_fast_is_everything_that_can_run(caplog):
     caplog.clear()
     paths = choose("--fast", device="cpu")
     assert paths.steps.func is FastSteps and paths.losses.keywords == {"classes": batched.CLASSES}
+    assert isinstance(paths.evaluate, FastValidation) and paths.forward is REFERENCE.forward
     assert "there is no CUDA device" in caplog.text and "| off" in caplog.text
     assert all(record.levelname == "INFO" for record in caplog.records), "nobody asked for a graph by name"
-    options = loader_options("--fast")
-    assert options["persistent_workers"] and options["worker_tensor"]
+    assert paths.loader["persistent_workers"] and paths.loader["worker_tensor"]
+
+
+def test_trials_are_never_captured(caplog):
+    for flag in ("--fast", "--cuda-graph"):
+        paths = fast_paths.for_trials(train_parser().parse_args([flag]), torch.device("cuda"))
+        assert paths.steps.func is FastSteps and paths.losses.keywords == {"classes": batched.CLASSES}
+    assert not caplog.records
 
 
 def test_an_interval_without_the_step_is_a_warning(caplog):
-    assert choose("--sync-interval", "3") is fast_paths.REFERENCE and "has no effect without --fast-step" in caplog.text
+    assert choose("--sync-interval", "3") is REFERENCE and "has no effect without --fast-step" in caplog.text
 
 
-def test_choice_is_frozen():
-    with pytest.raises(FrozenInstanceError):
-        fast_paths.REFERENCE.feed = None
+# ---- the model -------------------------------------------------------------------------------------------------------
 
 
-def loader_options(*flags):
-    return fast_paths.loader_options(train_parser().parse_args(flags), first_epoch=3)
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [({"world_size": 2}, "several processes"), ({"device": "0,1"}, "several GPUs"), ({}, None)],
+    ids=["processes", "GPUs", "one"],
+)
+def test_fused_kernels_are_for_one_gpu(facts, reason, monkeypatch, caplog):
+    monkeypatch.setattr(fast_paths, "has_triton", lambda device: device.type == "cuda")
+    monkeypatch.setattr(fast_paths, "load", lambda name: name)  # models.fused needs Triton
+    caplog.set_level("INFO")
+    opt = train_parser().parse_args(["--fast-step"])
+    vars(opt).update(facts)
+    (row,) = (path for path in fast_paths.table(opt, torch.device("cuda")) if path.seam == "forward")
+    assert row.wanted == "--fast-step" and row.make(None) == "models.fused:fused_model"
+    assert row.obstacle is None if reason is None else reason in row.obstacle
+
+
+def test_compile(monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setenv("USE_COMPILE", "1")
+    compile = choose("--fast-step", device="cuda").compile
+    assert compile.func is compile_model and compile.keywords == {"options": CompileOptions("inductor", "default")}
+    assert "torch.compile (inductor, default)" in caplog.text and "not fused" in caplog.text
+
+
+@pytest.mark.parametrize("flag", ["--multi-scale", "--rect"])
+def test_changing_sizes_are_not_compiled(flag, monkeypatch, caplog):
+    monkeypatch.setenv("USE_COMPILE", "1")
+    assert choose(flag) is REFERENCE and f"USE_COMPILE=1: no effect with {flag}" in caplog.text
+
+
+@pytest.mark.parametrize("value", ["yes", "2"])
+def test_the_environment_says_1_or_0(value, monkeypatch):
+    monkeypatch.setenv("USE_COMPILE", "0")
+    assert choose() is REFERENCE
+    monkeypatch.setenv("USE_COMPILE", value)
+    with pytest.raises(ValueError, match=f"USE_COMPILE={value}"):
+        choose()
+
+
+# ---- the loss --------------------------------------------------------------------------------------------------------
 
 
 def test_fast_loss_and_ota_last_choose_the_losses(caplog):
-    opt = train_parser().parse_args(["--fast-loss", "--ota-last", "3"])
-    with caplog.at_level("INFO"):
-        paths = fast_paths.choose(opt, CPU)
-    assert paths.feed is batches.plain
+    caplog.set_level("INFO")
+    paths = choose("--fast-loss", "--ota-last", "3", device="cpu")
+    assert paths.batches is batches.plain
     assert paths.losses.func is criterion.losses_by_epoch
     assert paths.losses.keywords == {"classes": batched.CLASSES, "ota_last": 3}
     assert "seam" in caplog.text and "--fast-loss" in caplog.text and "--ota-last 3" in caplog.text
 
 
 def test_on_a_gpu_the_fast_loss_gets_its_targets_on_the_host():
-    paths = fast_paths.choose(train_parser().parse_args(["--fast-loss"]), torch.device("cuda"))
     images, targets = torch.zeros(1, 3, 8, 8, dtype=torch.uint8), torch.zeros(2, 6)
-    (batch,) = paths.feed([(images, targets, ("a.jpg",), None)], torch.device("meta"))
+    (batch,) = choose("--fast-loss").batches([(images, targets, ("a.jpg",), None)], torch.device("meta"))
     assert batch.images.device.type == "meta" and batch.targets.device.type == "cpu"
 
 
@@ -117,28 +176,28 @@ def test_ota_last_has_to_be_positive():
         check_train_options(train_parser().parse_args(["--cfg", "c.yaml", "--ota-last", "0"]))
 
 
-def test_no_flag_means_the_reference_loader(caplog):
-    assert loader_options() == {} == loader_options("--loader-timeout", "5", "--workers", "2")
-    assert not caplog.records
+# ---- the loader ------------------------------------------------------------------------------------------------------
 
 
 def test_fast_dataloader_is_both_loader_flags():
-    both = loader_options("--fast-dataloader")
-    assert both == loader_options("--persistent-workers", "--worker-tensor")
+    both = choose("--fast-dataloader").loader
+    assert both == choose("--persistent-workers", "--worker-tensor").loader
     assert both["persistent_workers"] and both["worker_tensor"] and both["timeout"] == 300 and both["seed"] is None
 
 
 @pytest.mark.parametrize(
     "flags",
     [("--persistent-workers",), ("--worker-tensor",), ("--seed", "0"), ("--prefetch-factor", "4"),
-     ("--micro-batch-size", "4")],
+     ("--micro-batch-size", "4"), ("--max-iter", "4")],
     ids=" ".join,
 )  # fmt: skip
-def test_each_loader_flag_alone(flags):
-    name = flags[0].removeprefix("--").replace("-", "_")
-    options = loader_options(*flags)
+def test_each_loader_flag_alone(flags, caplog):
+    caplog.set_level("INFO")
+    name = flags[0].removeprefix("--").replace("-", "_").replace("max_iter", "max_batches")
+    options = choose(*flags).loader
+    LoaderOptions(**options)
     assert options.pop(name) == (int(flags[1]) if len(flags) > 1 else True)
     expected = {"persistent_workers": False, "worker_tensor": False, "micro_batch_size": 0, "prefetch_factor": None,
-                "timeout": 300, "seed": None, "first_epoch": 3}  # fmt: skip
+                "timeout": 300, "seed": None}  # fmt: skip
     assert options == {key: value for key, value in expected.items() if key != name}
-    LoaderOptions(**options)
+    assert f"| {' '.join(flags)}" in caplog.text

@@ -10,7 +10,8 @@ import torch
 from utils.config.flags import KEPT, MACHINE, STAYS, TRAIN_FLAGS, Flag
 from utils.config.hyp import DEFAULTS, save_hyp
 from utils.config.options import load_options, save_options, train_parser
-from utils.run.folder import NothingToDo, newest_checkpoint, open_run_folder, prepare_train_options
+from utils.run.entry import NothingToDo
+from utils.run.folder import newest_checkpoint, open_run_folder, prepare_train_options
 from utils.system.distributed import Ranks
 
 OPTIMIZER = {"state": {}, "param_groups": []}

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from utils.engine.checkpoint import read_checkpoint, save
+from utils.engine.checkpoint import save
+from utils.engine.checkpoint_reader import read_checkpoint
 from utils.engine.trainer import Progress
 from utils.system import random_state
 from utils.system.distributed import Ranks

@@ -13,7 +13,7 @@ from tools.experiments import runner
 from tools.experiments.markdown import median, show
 from utils.config.flags import TRAIN_FLAGS
 from utils.config.options import train_parser
-from utils.engine.checkpoint import read_checkpoint
+from utils.engine.checkpoint_reader import read_checkpoint
 from utils.run import fast_paths
 
 SHORTCUT = """import sys
@@ -43,7 +43,8 @@ def off_by_default(setup):
     opt_in = [flag for flag in TRAIN_FLAGS.values() if flag.stage]
     wrong = [flag.name for flag in opt_in if getattr(opt, flag.dest) not in (False, 0, None)]
     expect(not wrong, f"on without being asked for: {', '.join(wrong)}")
-    expect(fast_paths.loader_options(opt) == {}, "the loader gets options without a flag")
+    chosen = fast_paths.choose(opt, torch.device("cpu"))
+    expect(chosen is fast_paths.REFERENCE, f"an opt-in path without a flag: {chosen}")
     return "no flag, no opt-in path"
 
 
@@ -86,7 +87,7 @@ def same_keys(setup: Setup):
     files = [setup.folder_of(name) / "weights" / "last.pt" for name in ("no flag", "USE_COMPILE=1")]
     if not files[1].is_file():
         raise NotMeasured("there is no compiled run")
-    plain, compiled = (list((stored.model or stored.ema).state) for stored in map(read_checkpoint, files))
+    plain, compiled = (list(read_checkpoint(path).for_training().state) for path in files)
     expect(plain == compiled, f"other names in the checkpoint: {sorted(set(plain) ^ set(compiled))[:3]}")
     return f"{len(plain)} entries of the same names"
 

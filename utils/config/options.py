@@ -98,11 +98,11 @@ def _check_run_name(opt):
         raise ValueError(f"--name {shown(opt.name)} names no folder inside of --project; give a name, such as exp")
 
 
-def round_up(size: int, stride: int) -> int:
-    """The smallest multiple of `stride` that is not below `size` (pixels); a change is a warning."""
-    rounded = -(-size // stride) * stride
-    if rounded != size:
-        logger.warning("--img-size %d has to be a multiple of the largest stride %d: %d is used", size, stride, rounded)
+def check_img_size(img_size: int, s: int = 32) -> int:
+    """The smallest multiple of the stride `s` that is not below `img_size` (pixels); a change is a warning."""
+    rounded = -(-img_size // s) * s
+    if rounded != img_size:
+        logger.warning("--img-size %d has to be a multiple of the largest stride %d: %d is used", img_size, s, rounded)
     return rounded
 
 

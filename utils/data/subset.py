@@ -5,17 +5,10 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
-from torch import nn
-
-from utils.engine.optimizer import NOMINAL_BATCH
 
 logger = logging.getLogger(__name__)
 
 OVERFIT_SAMPLES = 10
-# A run that memorises a few images takes a few hundred steps: its warm-up has to be over long before.
-OVERFIT_HYP = {"warmup_min_iters": 30, "warmup_epochs": 0.0}
-# BatchNorm's running statistics have to keep up with weights that change fast; the images are always the same.
-OVERFIT_MOMENTUM = 0.3
 
 
 def from_options(opt):
@@ -25,25 +18,6 @@ def from_options(opt):
     if opt.subset_size:
         return partial(random_part, count=opt.subset_size, seed=opt.subset_seed)
     return None
-
-
-def overfit_hyp(hyp):
-    """The hyper-parameters of an --overfit run: a short warm-up, unless the file names its length itself."""
-    return hyp | OVERFIT_HYP if "warmup_min_iters" not in hyp else hyp
-
-
-def quicken_statistics(model):
-    """Give BatchNorm of a model that memorises images a short memory."""
-    for layer in model.modules():
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-            layer.momentum = OVERFIT_MOMENTUM
-
-
-def batch_weight(opt, num_images):
-    """How many batches one batch counts for. An epoch of --overfit, `num_images`, is too short to collect the gradients
-    of a nominal batch, so that each batch stands for one.
-    """
-    return NOMINAL_BATCH / min(opt.total_batch_size, num_images) if opt.overfit else 1
 
 
 def first(scanned, count):

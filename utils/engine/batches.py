@@ -3,6 +3,7 @@
 import logging
 import math
 import random
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ class Batch(NamedTuple):
     paths: tuple
 
 
-def plain(loader, device, targets_device=None):
+def plain(loader: Iterable, device: torch.device, targets_device: torch.device | None = None) -> Iterator[Batch]:
     """Yield a Batch for each loader batch; the copy happens when the batch is asked for.
 
     `targets_device` is for a loss that wants its targets elsewhere.

@@ -59,12 +59,8 @@ def build_optimizer(model, lr0, momentum, weight_decay, adam=False):
         optimizer = torch.optim.Adam(options, lr=lr0, betas=(momentum, 0.999))
     else:
         optimizer = torch.optim.SGD(options, lr=lr0, momentum=momentum, nesterov=True)
-    logger.info(
-        "Optimizer groups: %d .bias, %d conv.weight, %d other",
-        len(groups.biases),
-        len(groups.decay),
-        len(groups.no_decay),
-    )
+    counts = len(groups.biases), len(groups.decay), len(groups.no_decay)
+    logger.info("Optimizer groups: %d .bias, %d conv.weight, %d other", *counts)
     return optimizer
 
 
@@ -118,34 +114,21 @@ def lr_factor(epochs, lrf, linear=False):
     return on_line if linear else on_cosine
 
 
-def warmup_iterations(warmup_epochs, batches_per_epoch, min_iters=1000):
-    """Length of the warm-up in iterations. stock behaviour: never below 1000, however short the run."""
-    return max(round(warmup_epochs * batches_per_epoch), min_iters)
+def warmup_length(hyp: dict, num_batches: int, epochs: int) -> int:
+    """The warm-up in iterations. stock behaviour: never below 1000, however short the run, unless the file says so.
 
-
-def warn_if_warmup_outlasts(nw, warmup_epochs, epochs, batches_per_epoch):
-    """Warn when a run of `epochs` ends inside its warm-up of `nw` iterations, and say what shortens that."""
-    iterations = epochs * batches_per_epoch
-    if iterations > nw:
-        return
-    enough = max(iterations // 5, 1)
-    advice = f"warmup_min_iters: {min(enough, max(round(warmup_epochs * batches_per_epoch), 1))}"
-    if warmup_epochs * batches_per_epoch > enough:
-        advice = f"warmup_min_iters: {enough} and warmup_epochs: {enough / batches_per_epoch:.2g}"
-    logger.warning(
-        "the warm-up lasts %d iterations but the run has only %d, so the learning rate never reaches its planned "
-        "values; put %s into the hyper-parameter file to shorten it",
-        nw,
-        iterations,
-        advice,
-    )
-
-
-def warmup_length(hyp, num_batches, epochs):
-    """The warm-up in iterations that a run with these hyper-parameters has; one that ends inside it is told so."""
-    length = warmup_iterations(hyp["warmup_epochs"], num_batches, hyp.get("warmup_min_iters", 1000))
-    if "warmup_min_iters" not in hyp:  # who sets it, knows
-        warn_if_warmup_outlasts(length, hyp["warmup_epochs"], epochs, num_batches)
+    A run of `epochs` with `num_batches` each that ends inside its warm-up is warned, and told what shortens it.
+    """
+    by_epochs, iterations = hyp["warmup_epochs"] * num_batches, epochs * num_batches
+    length = max(round(by_epochs), hyp.get("warmup_min_iters", 1000))
+    if iterations <= length and "warmup_min_iters" not in hyp:  # who sets it, knows
+        enough = max(iterations // 5, 1)
+        advice = f"warmup_min_iters: {min(enough, max(round(by_epochs), 1))}"
+        if by_epochs > enough:
+            advice = f"warmup_min_iters: {enough} and warmup_epochs: {enough / num_batches:.2g}"
+        logger.warning("the warm-up lasts %d iterations but the run has only %d, so the learning rate never reaches "
+                       "its planned values; put %s into the hyper-parameter file to shorten it",
+                       length, iterations, advice)  # fmt: skip
     return length
 
 

@@ -19,21 +19,21 @@ logger = logging.getLogger(__name__)
 KEY = "full_state"
 
 
-def checkpoint(training, epoch, progress, results_text, opt):
+def checkpoint(trainer, epoch, progress, results_text, opt):
     """The content of a checkpoint after `epoch`: stock's, and under KEY all that it lacks."""
-    content = training.checkpoint(epoch, progress.best_fitness, results_text)
+    content = trainer.checkpoint(epoch, progress.best_fitness, results_text)
     content[KEY] = {
-        "model": _copied(unwrap(training.model)),
-        "ema": _copied(training.ema.ema),
-        "scheduler": {"last_epoch": training.scheduler.last_epoch},
-        "accumulate": training.accumulate,
+        "model": _copied(unwrap(trainer.model)),
+        "ema": _copied(trainer.ema.ema),
+        "scheduler": {"last_epoch": trainer.scheduler.last_epoch},
+        "accumulate": trainer.accumulate,
         "results": [float(value) for value in progress.results],
         "maps": [float(value) for value in progress.maps],
         "best_epoch": progress.best_epoch,
         "tested_epoch": progress.tested_epoch,
         "random_states": [random_state.capture(), *progress.random_states[1:]],
         "options": plain_values(opt),
-        "hyp": dict(training.hyp),
+        "hyp": dict(trainer.hyp),
     }
     return content
 
@@ -48,8 +48,8 @@ def of(stored):
     return state if isinstance(state, dict) else None
 
 
-def restore(stored, training, progress, opt):
-    """Complete what Training.restore took from stock's entries of the Checkpoint `stored`.
+def restore(stored, trainer, progress, opt):
+    """Complete what Trainer.restore took from stock's entries of the Checkpoint `stored`.
 
     Rates, weight decay and accumulation are those of the present options: a changed batch size or number of epochs
     takes effect at once. Raises ValueError when the state does not fit the model.
@@ -60,17 +60,17 @@ def restore(stored, training, progress, opt):
         logger.info("%s holds no full state: weights go on from half precision, random streams anew", stored.path)
         return
     try:
-        unwrap(training.model).load_state_dict(state["model"])
-        training.ema.ema.load_state_dict(state["ema"])
-        training.resume_schedule(stored.epoch)
+        unwrap(trainer.model).load_state_dict(state["model"])
+        trainer.ema.ema.load_state_dict(state["ema"])
+        trainer.resume_schedule(stored.epoch)
         if state["options"].get("total_batch_size") == opt.total_batch_size:
-            training.accumulate = state["accumulate"]
+            trainer.accumulate = state["accumulate"]
         progress.results, progress.maps = tuple(state["results"]), np.array(state["maps"], dtype=np.float64)
         progress.best_epoch, progress.tested_epoch = state["best_epoch"], state["tested_epoch"]
         progress.random_states = state["random_states"]
     except (KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"{stored.path}: its full state is damaged or of another version ({error})") from error
-    _report_changes(state, training.hyp, opt)
+    _report_changes(state, trainer.hyp, opt)
 
 
 def _report_changes(state, hyp, opt):

@@ -1,13 +1,17 @@
-"""What a run changes as it goes on: the state of a training step, and how far the run has come."""
+"""The training step with all its state, and how far a run has come."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import nn
 
 from utils.engine import optimizer as optim
-from utils.engine.checkpoint import same_layout, training_checkpoint, transfer
+from utils.engine.batches import Batch
+from utils.engine.checkpoint import training_checkpoint
+from utils.engine.checkpoint_reader import same_layout, transfer
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +38,8 @@ class Progress:
     random_states: list | None = None
 
 
-class Training:
-    """The state that a run changes from step to step.
+class Trainer:
+    """Makes the steps of a run, and owns what they change: weights, their average, optimiser, schedule, loss scale.
 
     `hyp` gives the start of the warm-up (warmup_bias_lr, warmup_momentum) and the momentum after it; `total_batch` is
     the number of images of one batch over all processes. The forward pass runs in `precision` where that is safe (see
@@ -62,7 +66,7 @@ class Training:
         progress = Progress(epochs, maps=np.zeros(nc))
         if stored is None or stored.optimizer is None or stored.epoch is None:
             return progress
-        if not same_layout(self.model, (stored.model or stored.ema).state):
+        if not same_layout(self.model, stored.for_training().state):
             if resume:
                 raise ValueError(
                     f"{stored.path} holds another model than these options and this data set describe (for instance "
@@ -106,37 +110,48 @@ class Training:
             if group["weight_decay"]:
                 group["weight_decay"] = optim.scaled_weight_decay(self.hyp["weight_decay"], self.total_batch)
 
-    def start(self, model, compute_loss, loss_factor, first_epoch, num_warmup):
+    def start(
+        self, model: nn.Module, compute_loss: Callable, loss_factor: float, first_epoch: int, num_warmup: int,
+        network: nn.Module | None = None,
+    ) -> None:  # fmt: skip
         """Set what is known only after the data: how the model is called, its loss, and where the schedules begin.
 
-        `model` may be a data-parallel wrapper; `compute_loss(predictions, targets, images)` returns (loss, items);
+        `model` may be a data-parallel wrapper. The forward pass calls `network`, by default the model itself: it may be
+        another form of the same parameters. `compute_loss(predictions, targets, images)` returns (loss, items);
         `loss_factor` multiplies the loss before the backward pass; `num_warmup` is the warm-up in iterations.
         """
-        self.model, self.compute_loss, self.loss_factor = model, compute_loss, loss_factor
+        self.model, self.network = model, model if network is None else network
+        self.compute_loss, self.loss_factor = compute_loss, loss_factor
         self.scheduler.last_epoch, self.num_warmup = first_epoch - 1, num_warmup
 
-    def begin_epoch(self):
+    def begin_epoch(self) -> None:
         """Training mode; stock behaviour: gradients left over from an unfinished accumulation are dropped."""
         self.model.train()
+        self.network.train()
         self.optimizer.zero_grad()
 
-    def step(self, iteration, epoch, batch):
-        """Train on one batch, with an optimiser step each `accumulate` iterations; returns the loss items [4]."""
+    def step(self, iteration: int, epoch: int, batch: Batch) -> torch.Tensor:
+        """Train on one batch, with an optimiser step each `accumulate` iterations; returns the loss items [4].
+
+        `iteration` counts over all epochs.
+        """
+        # Before the work: `update` below uses the rates of this iteration, and `accumulate` decides whether it comes.
         self.warm_up(iteration, epoch)
         items = self.forward_backward(batch)
+        # Counted over all epochs, so that an accumulation does not start anew with each; iteration 0 updates at once.
         if iteration % self.accumulate == 0:
             self.update()
         return items
 
-    def late_items(self):
+    def late_items(self) -> torch.Tensor:
         """Loss items of this epoch that `step` has not returned: none [0 x 4]."""
         return torch.zeros(0, 4)
 
-    def scalars(self):
+    def scalars(self) -> dict[str, float]:
         """Numbers {tag: value} about the steps so far, for the event file: none."""
         return {}
 
-    def finish(self):
+    def finish(self) -> None:
         """The run is over; there is nothing to tell."""
 
     def warm_up(self, iteration, epoch):
@@ -151,10 +166,14 @@ class Training:
         optim.apply_warmup(self.optimizer, values)
         self.accumulate = values.accumulate
 
-    def forward_backward(self, batch):
+    def forward_backward(self, batch: Batch) -> torch.Tensor:
         """Add the gradients of one batch; returns the loss items [4: box, objectness, class, total]."""
+        # The loss belongs inside: it takes the predictions in half precision. The backward pass stays outside, because
+        # its operations follow the types of the forward pass by themselves.
         with self.autocast():
-            loss, items = self.compute_loss(self.model(batch.images), batch.targets, batch.images)
+            loss, items = self.compute_loss(self.network(batch.images), batch.targets, batch.images)
+        # The factor makes up for the mean that several processes take of their gradients. Scaled last, so that small
+        # gradients survive in fp16; the items are reported unscaled.
         self.scaler.scale(loss * self.loss_factor).backward()
         return items
 
@@ -162,16 +181,16 @@ class Training:
         """The context in which forward pass and loss run."""
         return torch.autocast(self.device_type, self.low_precision, enabled=self.low_precision is not None)
 
-    def update(self):
+    def update(self) -> None:
         """One optimiser step on the gradients collected so far, then the moving average."""
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad()
-        self.ema.update(self.model)
+        self.scaler.step(self.optimizer)  # takes the scale off the gradients; no step if one of them is not finite,
+        self.scaler.update()  # and then a smaller scale from now on
+        self.optimizer.zero_grad()  # only here: until the next update, batches add to the same gradients
+        self.ema.update(self.model)  # stock behaviour: also when the step was left out
 
-    def end_epoch(self):
+    def end_epoch(self) -> list[float]:
         """Advance the schedule; returns the learning rate of each group that the epoch ended with."""
-        rates = [group["lr"] for group in self.optimizer.param_groups]
+        rates = [group["lr"] for group in self.optimizer.param_groups]  # before the schedule sets the next ones
         self.scheduler.step()
         return rates
 

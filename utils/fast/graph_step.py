@@ -40,8 +40,8 @@ class GraphSteps(FastSteps):
     were the current stream.
     """
 
-    def __init__(self, training, *args, **kwargs):
-        super().__init__(training, *args, **kwargs)
+    def __init__(self, trainer, interval=10):
+        super().__init__(trainer, interval)
         self.is_off = None if self.is_sgd else "the optimiser is not SGD"
         self.loss, self.shapes = None, {}
         self.counts = {"replayed": 0, "captured": 0, "ordinary": 0}
@@ -54,8 +54,8 @@ class GraphSteps(FastSteps):
 
     def begin_epoch(self):
         super().begin_epoch()
-        if self.average is None or self.training.compute_loss is not self.loss:  # graphs would use what is gone
-            self.loss, self.shapes = self.training.compute_loss, {}
+        if self.average is None or self.trainer.compute_loss is not self.loss:  # graphs would use what is gone
+            self.loss, self.shapes = self.trainer.compute_loss, {}
 
     def finish(self):
         super().finish()

@@ -42,7 +42,7 @@ class Statistics:
 
 
 @dataclass
-class Block:
+class ItemsBlock:
     """The items of some steps, complete once `arrived` has happened (None: they are there)."""
 
     items: torch.Tensor  # [n x 4] on the host
@@ -66,7 +66,7 @@ class NonFinite:
         bad = (~block.items.isfinite().all(1)).tolist()
         if any(bad):
             steps = [step for step, is_bad in zip(block.steps, bad, strict=True) if is_bad]
-            logger.warning("%s", in_words(steps))
+            logger.warning("%s", describe(steps))
         for step, is_bad in zip(block.steps, bad, strict=True):
             self.row = [*self.row, step] if is_bad else []
             if len(self.row) >= self.most:
@@ -77,7 +77,7 @@ class NonFinite:
                 )
 
 
-def in_words(steps):
+def describe(steps):
     """One sentence about the non-finite losses of `steps`, (iteration, paths) each."""
     iteration, paths = steps[0]
     others = f", and in {len(steps) - 1} more of the last steps" if len(steps) > 1 else ""
@@ -134,7 +134,7 @@ class ReadBack:
         if rows.is_cuda:
             arrived = torch.cuda.Event(blocking=True)
             arrived.record()
-        self.on_the_way.append(Block(items, self.steps, arrived))
+        self.on_the_way.append(ItemsBlock(items, self.steps, arrived))
         self.statistics.blocks += 1
         self.statistics.steps += len(self.steps)
         self.steps = []

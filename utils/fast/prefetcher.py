@@ -8,6 +8,7 @@ also what keeps the main process from running further ahead than the ring is lon
 """
 
 import math
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -73,8 +74,8 @@ class Slot:
         return torch.cuda.Event(blocking=True)  # whoever waits for it sleeps
 
 
-class Prefetch:
-    """Called as `feed.plain`: yields a Batch for each loader batch, its images uint8 unless `floats` is asked for.
+class Prefetcher:
+    """Called as `batches.plain`: yields a Batch for each loader batch, its images uint8 unless `floats` is asked for.
 
     The images of a batch are valid until the next one is asked for. `targets_device` is for a loss that wants its
     targets elsewhere.
@@ -84,7 +85,7 @@ class Prefetch:
         self.targets_device, self.floats, self.ahead = targets_device, floats, ahead
         self.slots, self.stream = None, None
 
-    def __call__(self, loader, device):
+    def __call__(self, loader: Iterable, device: torch.device) -> Iterator[Batch]:
         if self.slots is None:
             self.slots = [Slot(device) for _ in range(self.ahead)]
             self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -92,7 +93,7 @@ class Prefetch:
             loader.copy_stream = self.stream
         for number, (images, targets, paths, _) in enumerate(loader):
             slot = self.slots[number % self.ahead]
-            slot.wait()
+            slot.wait()  # for the work on the batch that it held, `ahead` batches ago
             there = slot.fill(images, self.stream)
             targets = to_device(targets, self.targets_device or device)
             try:

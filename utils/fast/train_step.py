@@ -1,15 +1,18 @@
 """The training step without waiting for the device (--fast-step).
 
-The work of `Training.step` in the same order, but nothing in it needs an answer from the device: weights and images are
+The work of `Trainer.step` in the same order, but nothing in it needs an answer from the device: weights and images are
 in channels-last order, SGD and the moving average handle all tensors at once with their numbers on the device
-(`device_update`), and losses are read back in blocks (`readback`).
+(flat_optimizer.py), and losses are read back in blocks (loss_readback.py).
 """
 
 import logging
 import sys
+from collections.abc import Callable
 
 import torch
 
+from utils.engine.batches import Batch
+from utils.engine.trainer import Trainer
 from utils.fast.flat_optimizer import FlatAverage, FlatSGD, trained
 from utils.fast.loss_readback import ReadBack
 from utils.fast.prefetcher import as_float, to_device
@@ -18,86 +21,91 @@ from utils.system.distributed import unwrap
 logger = logging.getLogger(__name__)
 
 # Seconds that a thread may keep the interpreter while another waits for it. With Python's 5 ms the thread that writes a
-# checkpoint or draws a picture holds up the one that feeds the device, for tens of milliseconds in a step.
+# checkpoint or draws a plot holds up the one that feeds the device, for tens of milliseconds in a step.
 SWITCH_INTERVAL = 1e-4
 
 
 class FastSteps:
-    """Makes the steps of a Training, by `begin_epoch`, `step`, `late_items`, `end_epoch`, `scalars`, `finish`.
+    """Makes the steps of a Trainer, by the same methods; the Trainer stays the owner of all state.
 
-    `interval` is the number of steps between two read-backs of the losses. `twin`, if given, makes of the model what is
-    called in its place: other kernels over the same tensors. The Training stays the owner of all state. Another
-    optimiser than SGD makes its own steps, and those wait for the device when the loss is scaled.
+    `interval` is the number of steps between two read-backs of the losses. Another optimiser than SGD makes its own
+    steps, and those wait for the device when the loss is scaled.
     """
 
-    INTERVAL = 10
-
-    def __init__(self, training, interval=INTERVAL, twin=None):
-        self.training, self.twin = training, twin
+    def __init__(self, trainer: Trainer, interval: int = 10):
+        self.trainer = trainer
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
-        for model in (training.model, training.ema.ema):
+        for model in (trainer.model, trainer.ema.ema):
             unwrap(model).to(memory_format=torch.channels_last)
-        self.device = next(training.model.parameters()).device
+        self.device = next(trainer.model.parameters()).device
         self.losses = ReadBack(interval, self.device)
-        self.is_sgd = isinstance(training.optimizer, torch.optim.SGD)
+        self.is_sgd = isinstance(trainer.optimizer, torch.optim.SGD)
         if not self.is_sgd:
-            logger.warning("--fast-step knows SGD only; %s makes its own steps", type(training.optimizer).__name__)
-        self.network = self.average = self.sgd = None  # made when the run begins, and with the first gradients
+            logger.warning("--fast-step knows SGD only; %s makes its own steps", type(trainer.optimizer).__name__)
+        # made with the first gradients, which tell what is trained
+        self.average: FlatAverage | None = None
+        self.sgd: FlatSGD | None = None  # stays None for another optimiser
         # rate of each parameter group, momentum, share of the new weights in the average
-        self.numbers = torch.zeros(len(training.optimizer.param_groups) + 2, device=self.device)
+        self.numbers = torch.zeros(len(trainer.optimizer.param_groups) + 2, device=self.device)
 
-    def begin_epoch(self):
-        self.training.begin_epoch()
-        if self.network is None:
-            model = self.training.model
-            self.network = (self.twin(model) if self.twin else model).train()
+    def begin_epoch(self) -> None:
+        self.trainer.begin_epoch()
         if self.average and not self.average.is_valid():  # somebody has given the model other tensors
             self.average = self.sgd = None
-        if self.sgd:
+        if self.sgd:  # its gradients lie beside the parameters', where the optimiser does not find them
             self.sgd.drop()
 
-    def step(self, iteration, epoch, batch):
+    def step(self, iteration: int, epoch: int, batch: Batch) -> torch.Tensor:
         """Queue the work of one batch; returns the loss items [k x 4] of steps that have become known."""
-        self.training.warm_up(iteration, epoch)
-        is_update = iteration % self.training.accumulate == 0
+        trainer = self.trainer
+        trainer.warm_up(iteration, epoch)  # on the host; first, because it sets `accumulate` and the rates
+        is_update = iteration % trainer.accumulate == 0
         if is_update:
+            # Queued before the work that reads the numbers. Work of earlier steps is ahead of it in the stream, and
+            # still sees the old ones.
             self._send_numbers()
-        self.losses.add(self.items(batch, is_update), iteration, batch.paths)
+        items = self.items(batch, is_update)
+        # At once: a captured step writes its items to the same place every time.
+        self.losses.add(items, iteration, batch.paths)
+        # Last, after everything is queued: while the host looks for what has arrived, the device has work.
         return self.losses.known()
 
-    def late_items(self):
+    def late_items(self) -> torch.Tensor:
         """The loss items [k x 4] that `step` has not returned; waits for them."""
         return self.losses.rest()
 
-    def end_epoch(self):
-        return self.training.end_epoch()
+    def end_epoch(self) -> list[float]:
+        return self.trainer.end_epoch()
 
-    def scalars(self):
+    def scalars(self) -> dict[str, float]:
         """How often losses were read back so far and what was waited for them, {tag: value} for the event file."""
         return self.losses.statistics.scalars()
 
-    def finish(self):
+    def finish(self) -> None:
         logger.info("%s", self.losses.statistics)
 
-    def items(self, batch, is_update):
+    def items(self, batch: Batch, is_update: bool) -> torch.Tensor:
         """Train on one batch; returns the loss items [4] on the device."""
         images = as_float(batch.images)
         return self.work(
-            images, lambda predicted: self.training.compute_loss(predicted, batch.targets, images), is_update
+            images, lambda predicted: self.trainer.compute_loss(predicted, batch.targets, images), is_update
         )
 
-    def work(self, images, compute_loss, is_update):
+    def work(self, images: torch.Tensor, compute_loss: Callable, is_update: bool) -> torch.Tensor:
         """What the device does in a step: forward and backward pass, then SGD and moving average if `is_update`.
 
-        images [B x 3 x H x W] float; `compute_loss` makes loss and items of the predictions.
+        images [B x 3 x H x W] float; `compute_loss` makes loss and items of the predictions. No line may read a value
+        back, or depend on one: a graph captures all of it.
         """
-        training = self.training
-        with training.autocast():
-            loss, items = compute_loss(self.network(images))
-        training.scaler.scale(loss * training.loss_factor).backward()
-        if self.average is None:
+        trainer = self.trainer
+        with trainer.autocast():
+            loss, items = compute_loss(trainer.network(images))
+        trainer.scaler.scale(loss * trainer.loss_factor).backward()
+        if self.average is None:  # between the first gradients and their first use
             self._lay_out()
-        if self.is_sgd:
+        if self.sgd:
+            # After every backward pass, not only before an update: the parameters have no gradient in the next one, so
+            # autograd stores its tensors as they are instead of adding to each.
             self.sgd.collect()
         if is_update:
             self._update()
@@ -105,25 +113,25 @@ class FastSteps:
 
     def _lay_out(self):
         """Put weights, averages and momentum into flat tensors; which of them are trained, the gradients tell."""
-        training, groups = self.training, trained(self.training.optimizer)
+        trainer, groups = self.trainer, trained(self.trainer.optimizer)
         first = [parameter for group in groups for parameter in group]
-        self.average = FlatAverage(unwrap(training.model), training.ema.ema, first)
+        self.average = FlatAverage(unwrap(trainer.model), trainer.ema.ema, first)
         if self.is_sgd:
-            self.sgd = FlatSGD(training.optimizer, training.scaler, groups, self.average.weights)
+            self.sgd = FlatSGD(trainer.optimizer, trainer.scaler, groups, self.average.weights)
 
     def _update(self):
-        training = self.training
-        if self.is_sgd:
+        trainer = self.trainer
+        if self.sgd:
             self.sgd.step(self.numbers[:-1])
         else:
-            training.scaler.step(training.optimizer)
-            training.scaler.update()
-            training.optimizer.zero_grad()
-        self.average.move(self.numbers[-1])
+            trainer.scaler.step(trainer.optimizer)
+            trainer.scaler.update()
+            trainer.optimizer.zero_grad()
+        self.average.move(self.numbers[-1])  # after the step: it averages the new weights
 
     def _send_numbers(self):
-        """Send the numbers of the coming update to the device; the work queued before still sees the old ones."""
-        ema, groups = self.training.ema, self.training.optimizer.param_groups
+        """Send the numbers of the coming update to the device."""
+        ema, groups = self.trainer.ema, self.trainer.optimizer.param_groups
         ema.updates += 1
         share = 1 - ema.decay(ema.updates)
         numbers = [*(group["lr"] for group in groups), groups[0].get("momentum", 0.0), share]

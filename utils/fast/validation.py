@@ -1,19 +1,19 @@
 """--fast-val: validation that leaves detections on the device, and works on all images of a batch at once.
 
-The same detections as `test.evaluate`, matched by the same rules: given equal network outputs the scores are equal. No
-pictures, no confusion matrix, no files; who wants those takes `test.evaluate`. What depends on the labels alone is kept
+The same detections as `evaluate`, matched by the same rules: given equal network outputs the scores are equal. No
+pictures, no confusion matrix, no files; who wants those takes `evaluate`. What depends on the labels alone is kept
 from one validation to the next, because the batches of a validation set never change.
 """
 
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
+from utils.engine.evaluate import HEADER, Evaluation
 from utils.fast import metrics
 from utils.fast import nms as nms_batched
 from utils.loss.batched import BatchedHeadsLoss, BatchedLoss
@@ -21,16 +21,6 @@ from utils.loss.multi_head import has_several_heads, in_float32, level_shapes
 from utils.metrics.detection import IOU_THRESHOLDS, Scores
 from utils.ops import nms
 from utils.ops.boxes import xywh2xyxy
-
-HEADER = ("%20s" + "%12s" * 6) % ("Class", "Images", "Labels", "P", "R", "mAP@.5", "mAP@.5:.95")
-
-
-class Evaluation(NamedTuple):
-    """What `test.evaluate` returns: `results` P, R, mAP@.5, mAP@.5:.95, box, obj, cls loss; `maps` [nc]; `scores`."""
-
-    results: tuple
-    maps: np.ndarray
-    scores: Scores
 
 
 @dataclass
@@ -62,7 +52,7 @@ class FastValidation:
         self, model, loader, nc, names=(), *, conf_thres=0.001, iou_thres=0.6, single_cls=False, compute_loss=None,
         v5_metric=False,
     ):  # fmt: skip
-        """As `test.evaluate` with the same arguments; returns an Evaluation."""
+        """As `evaluate` with the same arguments; returns an Evaluation."""
         weight = next(model.parameters())
         layout = torch.contiguous_format
         if weight.device.type == "cuda":  # `model` is a copy, or was loaded to be scored
@@ -72,8 +62,7 @@ class FastValidation:
         with without_search():
             found, losses = self._pass(model, loader, layout, conf_thres, iou_thres, single_cls)
         scores = found.scores(nc, v5_metric)
-        losses = (losses / max(len(loader), 1)).tolist()
-        return Evaluation((scores.precision, scores.recall, scores.map50, scores.map, *losses), scores.maps, scores)
+        return Evaluation(scores, (losses / max(len(loader), 1)).tolist())
 
     def _pass(self, model, loader, layout, conf_thres, iou_thres, single_cls):
         """(Found, sum of the loss items [3]) of all batches."""

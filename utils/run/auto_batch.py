@@ -3,20 +3,22 @@
 import gc
 import logging
 import math
-from argparse import Namespace
+from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 
+from models.yolo import Model
 from utils.config import resize_schedule
 from utils.config.hyp import scale_hyp
 from utils.data.image_list import expand_paths
 from utils.engine import optimizer as optim
 from utils.engine.ema import ModelEMA
-from utils.engine.trainer import Training, freeze_layers
+from utils.engine.trainer import Trainer, freeze_layers
 from utils.run import fast_paths
+from utils.run.context import Run
 from utils.system.distributed import init_seeds
 
 logger = logging.getLogger(__name__)
@@ -27,7 +29,7 @@ GRAIN = 8  # larger batches are multiples of it
 FAR = 16  # a guess goes at most so many times beyond what has been measured
 CLOSE = 1.06  # times the best: no need to look for a larger one
 STRIDE = 64  # the largest one of all models
-BOXES_PER_IMAGE = 25  # in the trials; a mosaic of everyday pictures has about 14
+BOXES_PER_IMAGE = 25  # in the trials; a mosaic of everyday images has about 14
 
 
 def largest(need, limit, most=MOST):
@@ -61,21 +63,20 @@ def _guess(measured, limit):
     return min(size + math.floor((limit - peak) / share), FAR * size)
 
 
-class Trial:
-    """Steps of a run on random images of `image_size` pixels.
+class BatchTrial:
+    """Steps of a run on random images of `image_size` pixels, with as many of them as are asked for.
 
-    `steps` is what makes them (see fast_step.FastSteps), `feed(loader, device)` yields their batches; `num_classes`
-    those of the model.
+    `steps` is what makes them, `batches(loader, device)` yields their batches; `num_classes` those of the model.
     """
 
-    def __init__(self, steps, feed, image_size, num_classes, device):
-        self.steps, self.feed, self.device = steps, feed, device
+    def __init__(self, steps, batches, image_size, num_classes, device):
+        self.steps, self.batches, self.device = steps, batches, device
         self.image_size, self.num_classes = image_size, num_classes
 
     def step(self, batch_size):
         """Train on one batch, with an optimiser step."""
         self.steps.begin_epoch()
-        for batch in self.feed([self._batch(batch_size)], self.device):
+        for batch in self.batches([self._batch(batch_size)], self.device):
             self.steps.step(0, 0, batch)
 
     def _batch(self, batch_size):
@@ -109,12 +110,13 @@ def largest_side(opt):
     return -(-int(side * (1.5 if opt.multi_scale else 1)) // STRIDE) * STRIDE
 
 
-def settle(opt, hyp, data, device, ranks, build_model, make_twin=None):
+def settle(run: Run, build_model: Callable[[], Model]) -> None:
     """Replace batch_size -1 of the options by what fits; the same for all processes, the least of what each measures.
 
-    Never more than there are images in `data`, a DataConfig. `build_model()` returns the model on the device, for
-    `make_twin` see fastpaths.choose. Raises ValueError without a GPU, or when nothing fits.
+    Never more than there are training images. `build_model()` returns the model on the device. Raises ValueError
+    without a GPU, or when nothing fits.
     """
+    opt, device, ranks = run.options, run.device, run.ranks
     if opt.batch_size != -1:
         return
     if device.type != "cuda":
@@ -122,8 +124,8 @@ def settle(opt, hyp, data, device, ranks, build_model, make_twin=None):
     side = largest_side(opt)
     torch.cuda.empty_cache()
     limit = (1 - MARGIN) * torch.cuda.mem_get_info(device)[0]
-    trial = new_trial(opt, hyp, data.nc, device, side, build_model(), make_twin)
-    num_images = len(expand_paths(data.train)) // ranks.world_size
+    trial = new_trial(run, side, build_model())
+    num_images = len(expand_paths(run.data.train)) // ranks.world_size
     size = largest(partial(memory_of, trial, limit), limit, max(min(MOST, num_images), 1))
     del trial
     gc.collect()
@@ -138,19 +140,18 @@ def settle(opt, hyp, data, device, ranks, build_model, make_twin=None):
     logger.info("--batch-size -1: %d images a step (%d for each process)", opt.total_batch_size, opt.batch_size)
 
 
-def new_trial(opt, hyp, num_classes, device, side, model, make_twin=None):
-    """A Trial with the losses and the steps of the run, but never captured in a graph: each size has another shape."""
+def new_trial(run, side, model):
+    """A BatchTrial with the losses and the steps of the run; without graph or compiler: each size has another shape."""
+    opt, hyp, num_classes = run.options, run.hyp, run.data.nc
     init_seeds(2)  # as in the run, cuDNN looks for the fastest kernels, which may take memory
-    is_fast = opt.fast or opt.cuda_graph
-    uncaptured = {"fast": False, "cuda_graph": False, "fast_step": opt.fast_step or is_fast,
-                  "fast_loss": opt.fast_loss or is_fast}  # fmt: skip
-    paths = fast_paths.choose(Namespace(**vars(opt) | uncaptured), device, make_twin)
+    paths = fast_paths.for_trials(opt, run.device)
     freeze_layers(model, opt.freeze)
     model.gr, model.hyp = 1.0, scale_hyp(hyp, model.model[-1].nl, num_classes, side, opt.label_smoothing)
     optimizer = optim.build_optimizer(model, hyp["lr0"], hyp["momentum"], hyp["weight_decay"], opt.adam)
     scheduler = LambdaLR(optimizer, optim.lr_factor(opt.epochs, hyp["lrf"], opt.linear_lr))
-    training = Training(model, hyp, optim.NOMINAL_BATCH, optimizer, scheduler, ModelEMA(model), opt.amp)
+    trainer = Trainer(model, hyp, optim.NOMINAL_BATCH, optimizer, scheduler, ModelEMA(model), opt.amp)
     loss_of_epoch, _ = paths.losses(model, opt.epochs)
-    steps = paths.steps(training)
-    training.start(model, loss_of_epoch(opt.epochs - 1), loss_factor=1, first_epoch=0, num_warmup=1)
-    return Trial(steps, paths.feed, side, num_classes, device)
+    steps = paths.steps(trainer)
+    trainer.start(model, loss_of_epoch(opt.epochs - 1), loss_factor=1, first_epoch=0, num_warmup=1,
+                  network=paths.forward(model))  # fmt: skip
+    return BatchTrial(steps, paths.batches, side, num_classes, run.device)

@@ -5,8 +5,10 @@ import logging
 import os
 import sys
 import threading
+from argparse import Namespace
+from collections.abc import Callable
+from io import TextIOWrapper
 
-from utils.run.folder import NothingToDo
 from utils.system.files import printable
 
 # Packages and modules that read the same files in all processes of a run, so that they say the same in each.
@@ -24,20 +26,30 @@ FULL = "; make room, then train.py --resume goes on after the last complete epoc
 ADVICE = {errno.ENOSPC: FULL, errno.EDQUOT: FULL, errno.EFBIG: FULL, errno.EMFILE: "; raise the limit with ulimit -n"}
 
 
-def run(main, opt):
-    """Call main(opt) and leave the process: status 0, or 2 with one sentence for wrong input or a file that failed.
+class NothingToDo(Exception):
+    """The run that was asked for is complete; the message says so."""
 
-    Log lines go to the standard output, progress bars to the standard error. Processes other than the main one of a
-    distributed run only log warnings, and none about what all of them read alike. YOLOV7FAST_TRACEBACK=1 shows where an
-    error came from.
+
+def set_logging(rank: int = -1) -> None:
+    """Log lines go to the standard output.
+
+    Processes of a rank above 0 only log warnings, and none about what all of them read alike.
     """
-    is_main = os.environ.get("RANK", "0") in ("0", "-1")
-    for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a letter of a name shows its number instead
-        stream.reconfigure(errors="backslashreplace")
     handler = _Handler(sys.stdout)
     handler.setFormatter(_Formatter("%(message)s"))
-    handler.addFilter(lambda record: is_main or not record.name.startswith(READ_BY_ALL))
-    logging.basicConfig(handlers=[handler], level=logging.INFO if is_main else logging.WARNING)
+    handler.addFilter(lambda record: rank <= 0 or not record.name.startswith(READ_BY_ALL))
+    logging.basicConfig(handlers=[handler], level=logging.INFO if rank <= 0 else logging.WARNING)
+
+
+def run(main: Callable[[Namespace], None], opt: Namespace) -> None:
+    """Call main(opt) and leave the process: status 0, or 2 with one sentence for wrong input or a file that failed.
+
+    Progress bars go to the standard error. YOLOV7FAST_TRACEBACK=1 shows where an error came from.
+    """
+    for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a letter of a name shows its number instead
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    set_logging(0 if os.environ.get("RANK", "0") in ("0", "-1") else 1)
     threading.excepthook = _report_thread
     try:
         main(opt)
@@ -90,12 +102,12 @@ def _report_thread(fault):
 
 
 def _refuse(error):
-    text = printable(_in_words(error))
+    text = printable(_describe(error))
     print(f"error: {text[:MAX_CHARACTERS]}{'...' * (len(text) > MAX_CHARACTERS)}", file=sys.stderr, flush=True)
     return 2
 
 
-def _in_words(error):
+def _describe(error):
     """One sentence for an error that ends the program."""
     if isinstance(error, MemoryError):
         return "the main memory is full: fewer --workers, a smaller --batch-size, or no --cache-images need less"

@@ -1,202 +1,238 @@
-"""The only reader of the opt-in speed flags: which implementation fills each seam of a training step."""
+"""Which implementation fills each seam of a run: one table, and the only reader of the flags that ask for speed.
+
+An opt-in module is imported when its row is chosen, never before: a run without flags loads none of them.
+"""
 
 import logging
+import os
+from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pkgutil import resolve_name as load
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
-from utils.data.fast.device_augment import has_triton
-from utils.engine import batches as feed
+from utils.config.flags import TRAIN_FLAGS
+from utils.engine import batches
 from utils.engine.checkpoint import Checkpoints
-from utils.fast import compile as compiled
-from utils.fast.async_checkpoint import BackgroundCheckpoints
-from utils.fast.graph_step import GraphSteps
-from utils.fast.prefetcher import Prefetch
-from utils.fast.train_step import FastSteps
-from utils.fast.validation import FastValidation
-from utils.loss import batched, criterion
+from utils.engine.evaluate import evaluate
+from utils.engine.trainer import Trainer
+from utils.loss import losses_by_epoch
 
 logger = logging.getLogger(__name__)
 
+LOADER_FLAGS = ("fast", "fast_dataloader", "persistent_workers", "worker_tensor", "micro_batch_size", "prefetch_factor",
+                "max_iter", "seed")  # fmt: skip
 
-def own_steps(training):
-    """The reference: a Training makes its steps itself."""
-    return training
+
+def itself(chosen: Any) -> Any:
+    """The reference of two seams: a model makes its own forward pass, a Trainer its own steps."""
+    return chosen
+
+
+def stays_eager(model: nn.Module, on_compiled: Callable) -> None:
+    """The reference of `compile`."""
 
 
 @dataclass(frozen=True)
 class Paths:
-    """One callable for each seam."""
+    """One implementation for each seam; without flags it is this very object: REFERENCE."""
 
-    feed: Callable  # (loader, device) -> batches
-    losses: Callable  # (model, epochs) -> function of the epoch that gives its training loss, validation loss
-    steps: Callable  # (training) -> what makes its steps, see FastSteps
+    loader: dict[str, Any] = field(default_factory=dict)  # keyword arguments of create_dataloader; none: torch's loader
+    batches: Callable = batches.plain  # (loader, device) -> Batch after Batch
+    losses: Callable = losses_by_epoch  # (model, epochs) -> function of the epoch that names its loss, validation loss
+    forward: Callable[[nn.Module], nn.Module] = itself  # model -> what training calls: other code over the same tensors
+    compile: Callable[[nn.Module, Callable], None] = stays_eager  # (model, what is told the seconds it took); in place
+    steps: Callable[[Trainer], Any] = itself  # trainer -> what makes its steps, by the methods of Trainer
+    evaluate: Callable = evaluate  # scores the epochs before the last, which are not drawn
+    checkpoints: Callable[..., Checkpoints] = Checkpoints  # (folder, epochs, save_every_epoch, period)
 
 
-REFERENCE = Paths(feed=feed.plain, losses=criterion.losses_by_epoch, steps=own_steps)
+REFERENCE = Paths()
 
 
-def choose(opt, device, make_twin=None):
-    """The paths of this run, without flags REFERENCE; what flags chose is logged.
+class FastPath(NamedTuple):
+    """A row of the table: an opt-in implementation of a seam."""
 
-    `make_twin` makes the form of a model that trains fastest on a GPU, if there is one.
-    """
-    reasons = flags_that_are_on(opt, device)
-    paths, rows = choose_losses(REFERENCE, reasons.get("fast_loss"), opt.ota_last, device)
-    paths, more = choose_steps(paths, reasons, opt, device, make_twin)
-    rows += more
+    seam: str  # field of Paths
+    chosen: str  # what it is, for the log
+    wanted: str | None  # the flag that asks for it
+    obstacle: str | None  # what keeps this run from having it
+    make: Callable  # what fills the seam so far -> the implementation
+    is_loud: bool = False  # an obstacle is a warning: the user asked for this very path
+
+
+def table(opt: Namespace, device: torch.device) -> tuple[FastPath, ...]:
+    """All opt-in paths. Where two rows of one seam are chosen, the later one builds on the earlier, or replaces it."""
+    graph, step, loss = (wanted_for_a_step(opt, name) for name in ("cuda_graph", "fast_step", "fast_loss"))
+    targets_device = torch.device("cpu") if loss else None  # --fast-loss prepares its candidates there
+    on_gpu, loader, changing = device.type == "cuda", loader_options(opt, device), asked(opt, "multi_scale", "rect")
+    compiling = "USE_COMPILE=1" if is_on("USE_COMPILE") else None
+    compiler = load("utils.fast.compile:options_from_environment")() if compiling else ()
+    return (
+        FastPath("loader", describe(loader), " ".join(filter(None, (asked(opt, name) for name in LOADER_FLAGS))), None,
+                 lambda _: loader),
+        FastPath("losses", "whole batch at once (loss/batched.py)", loss, None,
+                 lambda losses: partial(losses, classes=load("utils.loss.batched:CLASSES"))),
+        FastPath("losses", f"plain, OTA in the last {opt.ota_last} epochs", asked(opt, "ota_last"), None,
+                 lambda losses: partial(losses, ota_last=opt.ota_last)),
+        FastPath("batches", "targets stay on the host", loss if on_gpu else None, None,
+                 lambda plain: partial(plain, targets_device=targets_device)),
+        FastPath("batches", "copied ahead on a side stream, as bytes" if on_gpu else "as bytes", step, None,
+                 lambda _: load("utils.fast.prefetcher:Prefetcher")(targets_device, floats=opt.multi_scale)),
+        FastPath("forward", "fused kernels (models/fused.py)", step, step and why_not_fused(opt, device, compiling),
+                 lambda _: load("models.fused:fused_model")),
+        FastPath("compile", f"torch.compile ({', '.join(compiler)})", compiling,
+                 changing and f"no effect with {changing}, image sizes change",
+                 lambda _: partial(load("utils.fast.compile:compile_model"), options=compiler), is_loud=True),
+        FastPath("steps", f"no waiting, losses every {opt.sync_interval} steps", step, None,
+                 lambda _: partial(load("utils.fast.train_step:FastSteps"), interval=opt.sync_interval)),
+        FastPath("steps", "captured in a CUDA graph", graph, why_no_graph(opt, device),
+                 lambda _: partial(load("utils.fast.graph_step:GraphSteps"), interval=opt.sync_interval),
+                 is_loud=opt.cuda_graph),
+        FastPath("evaluate", "on the device, in batches (fast/validation.py)", asked(opt, "fast_val", "fast"), None,
+                 lambda _: load("utils.fast.validation:FastValidation")()),
+        FastPath("checkpoints", "written by a thread", step, None,
+                 lambda _: load("utils.fast.async_checkpoint:BackgroundCheckpoints")),
+    )  # fmt: skip
+
+
+def choose(opt: Namespace, device: torch.device) -> Paths:
+    """The Paths of this run; what flags chose is logged."""
+    paths, rows = fill_seams(opt, device)
     if opt.fast:
-        rows = rows_about_the_machine(opt, device) + rows
+        default = f"default on a {device.type.upper().replace('CUDA', 'GPU')}"
+        precision = opt.amp or ("fp16" if device.type == "cuda" else "off")
+        rows.append(("amp", precision, asked(opt, "amp") or default))
     for row in [("seam", "chosen", "why"), *rows] if rows else ():
-        logger.info("%-8s| %-48s| %s", *row)
+        logger.info("%-11s | %-47s | %s", *row)
+    if asked(opt, "sync_interval") and not wanted_for_a_step(opt, "fast_step"):
+        logger.warning("--sync-interval %d has no effect without --fast-step", opt.sync_interval)
     return paths
 
 
-def flags_that_are_on(opt, device):
-    """Why each of fast_loss, fast_step and cuda_graph is on; those that are off are missing.
-
-    --fast means all that this machine can run, --cuda-graph needs the other two.
-    """
-    reasons = {}
-    for name in ("cuda_graph", "fast_step", "fast_loss"):
-        flag = f"--{name.replace('_', '-')}"
-        if getattr(opt, name):
-            reasons[name] = flag
-        elif opt.fast:
-            reasons[name] = "--fast"
-        elif "cuda_graph" in reasons:
-            reasons[name] = f"--cuda-graph needs {flag}"
-    obstacle = why_no_graph(opt, device)
-    if "cuda_graph" in reasons and obstacle:
-        if opt.cuda_graph:
-            logger.warning("--cuda-graph: %s; the steps of this run are not captured", obstacle)
-        del reasons["cuda_graph"]
-    return reasons
-
-
-def why_no_graph(opt, device):
-    """What keeps this run from being captured in a CUDA graph; None if nothing does."""
-    obstacles = {
-        "there is no CUDA device": device.type != "cuda",
-        "gradients travel between several processes": getattr(opt, "world_size", 1) > 1,
-        "several GPUs in one process": "," in str(opt.device),
-        "--multi-scale changes the shape of every batch": opt.multi_scale,
-        "--adam has no step for it, SGD has": opt.adam,
+def for_trials(opt: Namespace, device: torch.device) -> Paths:
+    """The Paths for steps of changing batch size: those of the run, but never captured in a graph. Logs no table."""
+    every = opt.fast or opt.cuda_graph
+    flags = {
+        "fast": False,
+        "cuda_graph": False,
+        "fast_step": opt.fast_step or every,
+        "fast_loss": opt.fast_loss or every,
     }
-    return next((reason for reason, is_true in obstacles.items() if is_true), None)
+    return fill_seams(Namespace(**vars(opt) | flags), device)[0]
 
 
-def choose_losses(paths, reason, ota_last, device):
-    """`paths` with the losses of --fast-loss and --ota-last, and rows (seam, chosen, why) for the log."""
-    options, rows = {}, []
-    if reason:
-        options["classes"] = batched.CLASSES
-        rows.append(("losses", "whole batch at once (loss_batched.py)", reason))
-        if device.type != "cpu":
-            paths = replace(paths, feed=partial(paths.feed, targets_device=torch.device("cpu")))
-            rows.append(("feed", "targets stay on the host", "--fast-loss prepares its candidates there"))
-    if ota_last is not None:
-        options["ota_last"] = ota_last
-        rows.append(("losses", f"plain, OTA in the last {ota_last} epochs", f"--ota-last {ota_last}"))
-    return (replace(paths, losses=partial(paths.losses, **options)) if options else paths), rows
-
-
-def choose_steps(paths, reasons, opt, device, make_twin=None):
-    """`paths` with feed and steps of --fast-step and --cuda-graph, and rows for the log."""
-    if "fast_step" not in reasons:
-        if opt.sync_interval != FastSteps.INTERVAL:
-            logger.warning("--sync-interval %d has no effect without --fast-step", opt.sync_interval)
-        return paths, []
-    targets_device = torch.device("cpu") if "fast_loss" in reasons else None
-    prefetch = Prefetch(targets_device, floats=opt.multi_scale)
-    kind = GraphSteps if "cuda_graph" in reasons else FastSteps
-    if not has_triton(device) or getattr(opt, "world_size", 1) > 1 or "," in str(opt.device) or compiled.settings():
-        make_twin = None
-    options = {"interval": opt.sync_interval} | ({"twin": make_twin} if make_twin else {})
-    paths = replace(paths, feed=prefetch, steps=partial(kind, **options))
-    rows = [("feed", "copied ahead on a side stream, as bytes" if device.type == "cuda" else "as bytes",
-             reasons["fast_step"]),
-            ("step", f"no waiting, losses every {opt.sync_interval} steps", reasons["fast_step"])]  # fmt: skip
-    if make_twin:
-        rows.append(("model", "fused kernels (models/fused.py)", reasons["fast_step"]))
-    if "cuda_graph" in reasons:
-        rows.append(("step", "captured in a CUDA graph", reasons["cuda_graph"]))
-    elif opt.fast or opt.cuda_graph:
-        rows.append(("step", "not captured in a CUDA graph", why_no_graph(opt, device)))
+def fill_seams(opt, device):
+    """The Paths, and rows (seam, chosen, why) of all that was wanted."""
+    paths, rows = REFERENCE, []
+    for path in table(opt, device):
+        if path.wanted and path.obstacle:
+            rows.append((path.seam, f"not {path.chosen}", path.obstacle))
+            if path.is_loud:
+                logger.warning("%s: %s (%s: not %s)", path.wanted, path.obstacle, path.seam, path.chosen)
+        elif path.wanted:
+            rows.append((path.seam, path.chosen, path.wanted))
+            paths = replace(paths, **{path.seam: path.make(getattr(paths, path.seam))})
     return paths, rows
 
 
-def rows_about_the_machine(opt, device):
-    """What --fast found, for the log: loader and precision."""
-    precision = opt.amp or ("fp16" if device.type == "cuda" else "off")
-    why = f"--amp {opt.amp}" if opt.amp else f"default on a {device.type.upper().replace('CUDA', 'GPU')}"
-    return [("loader", "workers stay and assemble batches", "--fast"), ("amp", precision, why)]
+# Wanted: by which flag ------------------------------------------------------------------------------------------------
 
 
-def loader_options(opt, first_epoch=0, device=None):
+def asked(opt: Namespace, *names: str) -> str | None:
+    """The first of these flags that is not at its default, as it is typed."""
+    for name in names:
+        value, flag = getattr(opt, name), TRAIN_FLAGS[name]
+        if value != flag.default:
+            return flag.name if value is True else f"{flag.name} {value}"
+    return None
+
+
+def wanted_for_a_step(opt, name):
+    """As `asked`, for the graph and what it needs: --fast means all that this machine can run."""
+    return asked(opt, name, "fast") or (f"--cuda-graph needs {TRAIN_FLAGS[name].name}" if opt.cuda_graph else None)
+
+
+def is_on(name: str) -> bool:
+    """Whether the environment variable `name` is 1; unset, empty and 0 mean no. Raises ValueError for anything else."""
+    value = os.environ.get(name, "").strip()
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{name}={value} is not understood: give 1 or 0")
+    return value == "1"
+
+
+def diagnosis() -> Callable | None:
+    """With DIAGNOSE_COMPILE=1 what makes the report that is wanted then, instead of a training run."""
+    return load("utils.fast.compile:explain") if is_on("DIAGNOSE_COMPILE") else None
+
+
+# Obstacle: why not here -----------------------------------------------------------------------------------------------
+
+
+def why_no_graph(opt: Namespace, device: torch.device) -> str | None:
+    """What keeps the steps of this run from being captured in a CUDA graph."""
+    return _first({
+        "there is no CUDA device": device.type != "cuda",
+        **_many_gpus(opt),
+        "--multi-scale changes the shape of every batch": opt.multi_scale,
+        "--adam has no step for it, SGD has": opt.adam,
+    })  # fmt: skip
+
+
+def why_not_fused(opt: Namespace, device: torch.device, compiling: str | None) -> str | None:
+    """What keeps the model from running by the kernels of models/fused.py."""
+    return _first({
+        "Triton and a GPU are needed": not has_triton(device),
+        **_many_gpus(opt),
+        "torch.compile makes its own": compiling,
+    })  # fmt: skip
+
+
+def _many_gpus(opt):
+    return {"gradients travel between several processes": getattr(opt, "world_size", 1) > 1,
+            "several GPUs in one process": "," in str(opt.device)}  # fmt: skip
+
+
+def _first(obstacles):
+    return next((reason for reason, is_true in obstacles.items() if is_true), None)
+
+
+def has_triton(device: torch.device) -> bool:
+    """Whether our kernels can run there."""
+    return load("utils.data.fast.device_augment:has_triton")(device)
+
+
+# The loader -----------------------------------------------------------------------------------------------------------
+
+
+def loader_options(opt: Namespace, device: torch.device) -> dict[str, Any]:
     """Keyword arguments of create_dataloader for the loader flags; none without a flag, which means the reference.
 
-    `device` is where the steps of the run are made; without it samples are finished on the host. max_batches
-    (--max-iter) is among them only when asked for, and not meant for validation.
+    max_batches (--max-iter) and defer_steps are among them only when asked for, and are not meant for validation.
     """
-    asked = {
+    options = {
         "persistent_workers": opt.persistent_workers or opt.fast_dataloader or opt.fast,
         "worker_tensor": opt.worker_tensor or opt.fast_dataloader or opt.fast,
         "micro_batch_size": opt.micro_batch_size,
         "prefetch_factor": opt.prefetch_factor,
     }
     if opt.max_iter:
-        asked["max_batches"] = opt.max_iter
-    if not any(asked.values()) and opt.seed is None:
+        options["max_batches"] = opt.max_iter
+    if not any(options.values()) and opt.seed is None:
         return {}
-    if asked["worker_tensor"] and (opt.fast_step or opt.cuda_graph or opt.fast) and device and has_triton(device):
-        asked["defer_steps"] = True
-    logger.info("loader: %s", loader_in_words(asked, opt))
-    return asked | {"timeout": opt.loader_timeout, "seed": opt.seed, "first_epoch": first_epoch}
+    if options["worker_tensor"] and wanted_for_a_step(opt, "fast_step") and has_triton(device):
+        options["defer_steps"] = True
+    return options | {"timeout": opt.loader_timeout, "seed": opt.seed}
 
 
-def loader_in_words(asked, opt):
+def describe(loader: dict[str, Any]) -> str:
     """What the loader flags chose, for the log."""
-    if asked["worker_tensor"]:
-        kind = "micro-batches assembled by the workers in shared memory (--worker-tensor)"
-        kind += ", its last steps on the GPU (--fast-step)" if asked.get("defer_steps") else ""
-    elif asked["persistent_workers"]:
-        kind = "torch's, with workers that stay (--persistent-workers)"
-    else:
-        kind = "torch's"
-    return kind if opt.seed is None else f"{kind}; draws by seed, epoch and image (--seed {opt.seed})"
-
-
-def is_diagnosis():
-    """Whether DIAGNOSE_COMPILE=1 asks for a report instead of a training run."""
-    return compiled.is_on("DIAGNOSE_COMPILE")
-
-
-def compile_model(called, opt, on_compiled):
-    """With USE_COMPILE=1, compile `called`, the model as training calls it; see compiled.py."""
-    chosen = compiled.settings()
-    if chosen is None:
-        return
-    changing = [flag for flag in ("--multi-scale", "--rect") if getattr(opt, flag[2:].replace("-", "_"))]
-    if changing:
-        logger.warning("USE_COMPILE=1 has no effect with %s: image sizes change, so the model runs eagerly", *changing)
-        return
-    logger.info("%-8s| %-40s| %s", "model", f"compiled ({', '.join(chosen)})", "USE_COMPILE=1")
-    compiled.compile_model(called, chosen, on_compiled)
-
-
-def checkpoints(opt):
-    """The class that writes the checkpoints: under --fast-step and --fast a thread does."""
-    in_thread = opt.fast_step or opt.cuda_graph or opt.fast
-    return BackgroundCheckpoints if in_thread else Checkpoints
-
-
-def validation(opt):
-    """What scores the epochs before the last instead of test.evaluate: with --fast-val a FastValidation, else None."""
-    if not (opt.fast_val or opt.fast):
-        return None
-    why = "--fast-val" if opt.fast_val else "--fast"
-    logger.info("%-8s| %-40s| %s", "validate", "on the device, in batches (fast_val.py)", why)
-    return FastValidation()
+    words = ["batches in shared memory" if loader.get("worker_tensor") else "torch's"]
+    words += ["last steps on the GPU"] * ("defer_steps" in loader)
+    words += ["workers stay"] * bool(loader.get("persistent_workers"))
+    words += ["draws by seed, epoch and image"] * (loader.get("seed") is not None)
+    return ", ".join(words)

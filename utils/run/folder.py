@@ -16,15 +16,12 @@ from utils.config.options import (
     warn_about_idle_options,
 )
 from utils.engine import early_stopping, resume
-from utils.engine.checkpoint import full_state_path, read_checkpoint
+from utils.engine.checkpoint_reader import full_state_path, read_checkpoint
+from utils.run.entry import NothingToDo
 from utils.system.distributed import Ranks
 from utils.system.files import check_can_be_made, check_file, increment_path, remove_leftovers
 
 logger = logging.getLogger(__name__)
-
-
-class NothingToDo(Exception):
-    """The run that was asked for is complete; the message says so."""
 
 
 def prepare_train_options(opt: Namespace, ranks: Ranks) -> Namespace:

@@ -8,13 +8,13 @@ from functools import partial
 from torch.utils.data import DataLoader
 
 from utils.config import resize_schedule
-from utils.config.options import round_up
+from utils.config.options import check_img_size
 from utils.config.resize_schedule import ResizeSchedule
 from utils.data import subset
 from utils.data.image_cache import check_memory_for, give_back_memory
 from utils.data.scan import check_has_boxes, check_labels
 from utils.datasets import LoadImagesAndLabels, create_dataloader
-from utils.run import fast_paths
+from utils.run.context import Run
 from utils.system import random_state
 
 logger = logging.getLogger("train")
@@ -51,30 +51,32 @@ class Loaders:
         return changed
 
 
-def open_loaders(opt, hyp, data, stride, ranks, first_epoch, device=None):
+def open_loaders(run: Run, fast: dict, stride: int, first_epoch: int) -> Loaders:
     """The Loaders of a run, with labels checked: ids within the classes, and at least one box to learn from.
 
-    `stride` in pixels: all image sizes become multiples of it. `device`: where the steps are made.
+    `fast` are further keyword arguments of create_dataloader (Paths.loader). `stride` in pixels: all image sizes become
+    multiples of it.
     """
-    sizes = resize_schedule.from_options(opt).rounded(partial(round_up, stride=stride))
-    image_size, test_size = sizes.at(first_epoch), round_up(opt.img_size[1], stride)
-    open_training = partial(open_train_loader, opt, hyp, data, stride, ranks, device)
+    sizes = resize_schedule.from_options(run.options).rounded(partial(check_img_size, s=stride))
+    open_training = partial(open_train_loader, run, fast, stride)
+    image_size = sizes.at(first_epoch)
     train_loader, dataset = open_training(image_size, first_epoch)
     if dataset.memory_cache is not None:
         check_memory_for(dataset, max(stage.size for stage in sizes.stages))  # not only when its time has come
-    val_loader = open_val_loader(opt, hyp, data, stride, ranks, test_size, first_epoch) if ranks.is_main else None
+    val_loader = open_val_loader(run, fast, stride, first_epoch) if run.ranks.is_main else None
     return Loaders(train_loader, dataset, image_size, val_loader, sizes, open_training)
 
 
-def open_train_loader(opt, hyp, data, stride, ranks, device, image_size, first_epoch):
+def open_train_loader(run, fast, stride, image_size, first_epoch):
     """The training loader for images of `image_size` from `first_epoch` on, and its data set."""
+    opt, ranks = run.options, run.ranks
     loader, dataset = create_dataloader(
-        data.train, image_size, opt.batch_size, stride, opt, hyp=hyp, augment=not opt.overfit, cache=opt.cache_images,
-        rect=opt.rect, rank=ranks.rank, world_size=ranks.world_size, workers=opt.workers,
+        run.data.train, image_size, opt.batch_size, stride, opt, hyp=run.hyp, augment=not opt.overfit,
+        cache=opt.cache_images, rect=opt.rect, rank=ranks.rank, world_size=ranks.world_size, workers=opt.workers,
         image_weights=opt.image_weights, quad=opt.quad, prefix="train: ", subset_filter=subset.from_options(opt),
-        **fast_paths.loader_options(opt, first_epoch, device),
+        **(fast and fast | {"first_epoch": first_epoch}),
     )  # fmt: skip
-    check_labels(dataset, data, opt.strict_data)
+    check_labels(dataset, run.data, opt.strict_data)
     if opt.total_batch_size > len(dataset):
         logger.warning("--batch-size %d: there are only %d training images", opt.total_batch_size, len(dataset))
     if not opt.allow_background:
@@ -82,16 +84,17 @@ def open_train_loader(opt, hyp, data, stride, ranks, device, image_size, first_e
     return loader, dataset
 
 
-def open_val_loader(opt, hyp, data, stride, ranks, image_size, first_epoch):
+def open_val_loader(run, fast, stride, first_epoch):
     """The validation loader; --overfit validates on its training images, placed as in training."""
-    path, subset_filter = (data.train, subset.from_options(opt)) if opt.overfit else (data.val, None)
-    fast = fast_paths.loader_options(opt, first_epoch)
-    if fast:
-        fast["max_batches"] = None  # --max-iter shortens training only
+    opt, image_size = run.options, check_img_size(run.options.img_size[1], stride)
+    path, subset_filter = (run.data.train, subset.from_options(opt)) if opt.overfit else (run.data.val, None)
+    # --max-iter shortens training only, and only training batches pass where the GPU does the last steps
+    fast = {name: value for name, value in fast.items() if name not in ("max_batches", "defer_steps")}
     loader, dataset = create_dataloader(
-        path, image_size, opt.test_batch_size or opt.batch_size * 2, stride, opt, hyp=hyp,
-        cache=not opt.notest and opt.cache_images, rect=not opt.overfit, pad=0.5, world_size=ranks.world_size,
-        workers=opt.workers, prefix="val: ", subset_filter=subset_filter, **fast,
+        path, image_size, opt.test_batch_size or opt.batch_size * 2, stride, opt, hyp=run.hyp,
+        cache=not opt.notest and opt.cache_images, rect=not opt.overfit, pad=0.5, world_size=run.ranks.world_size,
+        workers=opt.workers, prefix="val: ", subset_filter=subset_filter,
+        **(fast and fast | {"first_epoch": first_epoch}),
     )  # fmt: skip
-    check_labels(dataset, data, opt.strict_data)
+    check_labels(dataset, run.data, opt.strict_data)
     return loader

@@ -3,6 +3,7 @@
 import logging
 import os
 import random
+import time
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -120,6 +121,13 @@ def select_device(device="", batch_size=None, ranks=None):
     logger.info("Device: %s %s, %.0f MB, torch %s", chosen, properties.name, properties.total_memory / 2**20,
                 torch.__version__)  # fmt: skip
     return chosen
+
+
+def time_synchronized() -> float:
+    """The time in seconds, after the GPU has done all its work."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.time()
 
 
 def init_seeds(seed=0):

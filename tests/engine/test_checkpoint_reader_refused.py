@@ -12,15 +12,9 @@ import torch
 from torch import nn
 
 import models.yolo
+from tests.engine.checkpoint_files import written
 from tests.tiny_model import CFG, tiny_model
-from utils.engine.checkpoint import read_checkpoint
-
-
-def written(content, folder, **options):
-    path = folder / "file.pt"
-    torch.save(content, path, **options)
-    return path
-
+from utils.engine.checkpoint_reader import read_checkpoint
 
 # ---- files that mean harm -------------------------------------------------------------------------------------------
 

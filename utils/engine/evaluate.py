@@ -1,0 +1,139 @@
+"""Score a model on a data set: detections of every image, matched with its labels, as precision, recall and AP."""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from utils.loss.multi_head import in_float32
+from utils.metrics.detection import ConfusionMatrix, DetectionScores, Scores
+from utils.ops.boxes import scale_coords, xywh2xyxy
+from utils.ops.nms import non_max_suppression
+from utils.plots import run as plots
+from utils.plots.images import output_to_targets, plot_images
+
+logger = logging.getLogger(__name__)
+
+HEADER = ("%20s" + "%12s" * 6) % ("Class", "Images", "Labels", "P", "R", "mAP@.5", "mAP@.5:.95")
+ROW = "%20s" + "%12i" * 2 + "%12.3g" * 4
+
+
+@dataclass
+class Evaluation:
+    """Scores of a data set, and the mean validation losses (box, obj, cls; zeros where none were computed)."""
+
+    scores: Scores
+    losses: Sequence[float]
+    times: tuple = ()  # ms an image for inference, NMS and both; empty where they were not measured
+
+    @property
+    def results(self) -> tuple:
+        """P, R, mAP@.5, mAP@.5:.95, box, obj, cls loss."""
+        return self.scores.precision, self.scores.recall, self.scores.map50, self.scores.map, *self.losses
+
+    @property
+    def maps(self) -> np.ndarray:
+        """[nc] AP of every class; the mean for a class without labels."""
+        return self.scores.maps
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, loader: DataLoader, nc: int, names: Sequence[str], *, conf_thres: float = 0.001,
+    iou_thres: float = 0.6, single_cls: bool = False, augment: bool = False, compute_loss: Callable | None = None,
+    hybrid: bool = False, v5_metric: bool = False, plot_dir: str | Path | None = None, sinks: Iterable = (),
+) -> Evaluation:  # fmt: skip
+    """Run `model` (in evaluation mode; its device and precision are used) over `loader` and score the detections.
+
+    `compute_loss(maps, targets)` adds the validation losses. `plot_dir` asks for plots there; each of `sinks` is given
+    (path, detections, image shape) of every image. With `hybrid` the labels compete with the detections in NMS.
+    """
+    weight = next(model.parameters())
+    scores, confusion = DetectionScores(), ConfusionMatrix(nc)
+    losses, seconds = torch.zeros(3, device=weight.device), {"inference": 0.0, "nms": 0.0}
+    for index, (images, targets, paths, shapes) in enumerate(tqdm(loader, desc=HEADER)):
+        images, targets = images.to(weight.device, weight.dtype) / 255, targets.to(weight.device)
+        shape = images.shape[2:]
+        with timed(seconds, "inference", weight.device):
+            predictions, maps = model(images, augment=augment)
+        if compute_loss is not None:
+            losses += compute_loss(in_float32(maps), targets)[1][:3]
+        in_pixels = targets * targets.new_tensor([1, 1, shape[1], shape[0], shape[1], shape[0]])
+        known = [in_pixels[in_pixels[:, 0] == i, 1:] for i in range(len(images))] if hybrid else ()
+        with timed(seconds, "nms", weight.device):
+            detections = non_max_suppression(predictions, conf_thres, iou_thres, labels=known, multi_label=True)
+        # all that follows happens image by image, on the host
+        detections, in_pixels = [rows.cpu() for rows in detections], in_pixels.cpu()
+        for i, (rows, path, (original, ratio_pad)) in enumerate(zip(detections, paths, shapes, strict=True)):
+            if single_cls:
+                rows[:, 5] = 0
+            native = to_native(rows, shape, original, ratio_pad)
+            labels = in_pixels[in_pixels[:, 0] == i, 1:]
+            boxes = scale_coords(shape, xywh2xyxy(labels[:, 1:5]), original, ratio_pad)
+            labels = torch.cat((labels[:, :1], boxes), 1)
+            scores.add(native, labels)
+            confusion.process_batch(native, labels)
+            for sink in sinks:
+                sink.add(path, native, original)
+        if plot_dir and index < 3:
+            plot_batch(images, targets, detections, paths, names, Path(plot_dir) / f"test_batch{index}")
+
+    summary = scores.summary(nc, v5_metric)
+    if summary.problem:
+        logger.warning("Validation: %s", summary.problem)
+    if plot_dir:
+        plots.plot_curves(summary.curves, plot_dir, names)
+        plots.plot_confusion_matrix(confusion.matrix, names, plot_dir)
+    times = [1e3 * spent / max(scores.num_images, 1) for spent in seconds.values()]
+    return Evaluation(summary, (losses / max(len(loader), 1)).tolist(), (*times, sum(times)))
+
+
+@contextmanager
+def timed(seconds, stage, device):
+    """Adds the time of what happens inside to seconds[stage]; waits for the GPU at both ends."""
+
+    def now():
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    start = now()
+    yield
+    seconds[stage] += now() - start
+
+
+def to_native(detections, network_shape, image_shape, ratio_pad):
+    """A copy of `detections` [k x 6] in pixels of the original image."""
+    native = detections.clone()
+    scale_coords(network_shape, native, image_shape, ratio_pad)
+    return native
+
+
+def plot_batch(images, targets, detections, paths, names, stem):
+    """<stem>_labels.jpg and <stem>_pred.jpg, drawn in the background."""
+    pixels = (images * 255).byte().cpu()
+    found = output_to_targets(detections, *reversed(images.shape[2:]))
+    plots.in_background(plot_images, pixels, targets.cpu(), paths, f"{stem}_labels.jpg", names)
+    plots.in_background(plot_images, pixels, found, paths, f"{stem}_pred.jpg", names)
+
+
+def log_scores(scores: Scores, names: Sequence[str], per_class: bool, heads: Iterable = ()) -> None:
+    """The table of results: a row for all classes, one for each HeadScore and, when asked, each class with labels."""
+    rows = [("all", scores.num_images, scores.num_labels, scores.precision, scores.recall, scores.map50, scores.map)]
+    rows += [(head.name[:20], scores.num_images, *head[1:]) for head in heads]
+    if per_class:
+        columns = (scores.classes, scores.class_precision, scores.class_recall, scores.class_ap50, scores.class_ap)
+        rows += [
+            (names[c], scores.num_images, scores.labels_per_class[c], p, r, ap50, ap)
+            for c, p, r, ap50, ap in zip(*columns, strict=True)
+        ]
+    for row in rows:
+        logger.info(ROW, *row)
