@@ -133,6 +133,7 @@ def prepared_step(compute_loss, predictions, targets, size, device):
 def graph_replay(step):
     """The replay of a captured `step`."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # which copies the candidates that the step reads
     with torch.cuda.stream(stream):
         for _ in range(3):
             step()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests import small_run
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 # packages and files that are there for the sake of a flag; with them, all that nobody else imports
 OPT_IN = ("utils/fast/*.py", "utils/data/fast/*.py", "utils/loss/batched*.py", "utils/data/keyed_dataset.py",
           "models/fused*.py")  # fmt: skip
