@@ -19,7 +19,7 @@ from utils.ops.boxes import scale_coords, xywh2xyxy
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
-    """A model that finds something, its loss, and a loader with pictures of two shapes and some without labels."""
+    """A model that finds something, its loss, and a loader with images of two shapes and some without labels."""
     folder = tmp_path_factory.mktemp("val")
     small_run.make_data(folder, num_images=14, num_empty=3)
     for i in range(3):

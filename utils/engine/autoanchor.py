@@ -53,7 +53,7 @@ def check_anchors(dataset, model, thr=4.0, imgsz=640, refit=True):
         logger.info("The fitted anchors are no better (best possible recall %.4f): keeping the old ones", new_recall)
         return _keep(head)
     set_anchors(head, new)
-    logger.info("New anchors, best possible recall %.4f: %s", new_recall, _in_words(new))
+    logger.info("New anchors, best possible recall %.4f: %s", new_recall, _describe(new))
     return True
 
 
@@ -164,5 +164,5 @@ def _by_area(anchors):
     return anchors[np.argsort(anchors.prod(1))]
 
 
-def _in_words(anchors):
+def _describe(anchors):
     return ", ".join(f"{width:.0f}x{height:.0f}" for width, height in anchors)

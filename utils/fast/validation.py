@@ -1,7 +1,7 @@
 """--fast-val: validation that leaves detections on the device, and works on all images of a batch at once.
 
 The same detections as `evaluate`, matched by the same rules: given equal network outputs the scores are equal. No
-pictures, no confusion matrix, no files; who wants those takes `evaluate`. What depends on the labels alone is kept
+plots, no confusion matrix, no files; who wants those takes `evaluate`. What depends on the labels alone is kept
 from one validation to the next, because the batches of a validation set never change.
 """
 
