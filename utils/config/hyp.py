@@ -19,13 +19,14 @@ class HyperParameter(NamedTuple):
     """One key of a hyper-parameter file."""
 
     meaning: str
-    default: float | None  # where a file lacks the key, hyp.scratch.p5.yaml without augmentation; None: may be missing
+    default: float | None  # where a file lacks the key; None: it may be missing
     range: Range
     mutation: tuple | None = None  # of --evolve: gain 0..1, lowest and highest value; None: not searched
     is_augmentation: bool = False
 
 
 def _augmentation(meaning, limits, mutation):
+    """One of stock's augmentations: off where a file lacks it, with a warning."""
     return HyperParameter(meaning, 0.0, limits, mutation, is_augmentation=True)
 
 

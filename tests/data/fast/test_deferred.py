@@ -1,5 +1,7 @@
 """utils/data/fast/deferred.py: what a GPU makes of a part of a mosaic is what OpenCV makes of the whole."""
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
@@ -148,3 +150,14 @@ def test_a_batch_warped_on_the_gpu(mode, monkeypatch):
     assert batch.steps[:, AFFINE].tolist() == [1, 1, 1, 1, 0, 0, 0]
     found = DeferredBatch(*(part.cuda() for part in batch)).augmented()
     assert found.is_contiguous(memory_format=torch.channels_last) and found.cpu().equal(batch.augmented())
+
+
+def test_every_step_on_pixels_has_its_deferred_form():
+    """A step that is added to the reference alone would see pixels before their affine and colours."""
+    steps = {
+        name
+        for name, method in vars(LoadImagesAndLabels).items()
+        if inspect.isfunction(method) and {"img", "mosaic"} & set(inspect.signature(method).parameters)
+    }
+    assert steps >= {"warped", "recolour", "flip", "pixels"}
+    assert steps - set(vars(DeferredDataset)) == {"_flipped"}, "which draws, and calls flip"
