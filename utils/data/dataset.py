@@ -195,8 +195,8 @@ class LoadImagesAndLabels(Dataset):
             labels[:, 1] = 1 - labels[:, 1]
         return img, labels
 
-    # The steps on pixels. They draw nothing, so that DeferredDataset may leave them to the GPU. A new one needs its form
-    # there as well: what it is handed may lack its affine and its colours.
+    # The steps on pixels. They draw nothing, so that DeferredDataset may leave them to the GPU. A new one needs its
+    # form there as well: what it is handed may lack its affine and its colours.
 
     def warped(self, mosaic, affine):
         """The image [h x w x 3: BGR] that `affine` makes of a Mosaic."""
