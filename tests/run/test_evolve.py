@@ -118,7 +118,7 @@ def test_equal_rows_are_kept_once(tmp_path):
     path = tmp_path / "evolve.txt"
     hyp = DEFAULTS | {"anchors": 3}
     for _ in range(2):
-        search.add_row(path, read_table(path, NAMES), RESULTS, hyp, NAMES)
+        search.add_row(path, RESULTS, hyp, NAMES)
     assert len(rows_of(tmp_path)) == 1
 
 

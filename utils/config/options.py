@@ -13,8 +13,9 @@ from utils.system.files import atomic_write, shown
 
 logger = logging.getLogger(__name__)
 
-# Written to opt.yaml, but facts about one start of a run and no flags.
-RUNTIME_KEYS = {"save_dir", "total_batch_size", "world_size", "global_rank"}
+# Written to opt.yaml, but facts about one start of a run and no flags. What is relative in the options, in the data
+# yaml and in lists of images, counts from working_dir.
+RUNTIME_KEYS = {"save_dir", "total_batch_size", "world_size", "global_rank", "working_dir"}
 
 
 def train_parser() -> argparse.ArgumentParser:
@@ -128,21 +129,28 @@ def plain_values(opt: argparse.Namespace) -> dict:
 def load_options(path: str | Path) -> argparse.Namespace:
     """Options of an earlier run from its opt.yaml; unknown keys are dropped with one warning, missing ones default.
 
-    Raises ValueError when the file is missing, no mapping, or has text where a number belongs.
+    Raises ValueError when the file is missing, no mapping, or has a value that the command line would not take.
     """
+    return read_options(path)[0]
+
+
+def read_options(path: str | Path) -> tuple[argparse.Namespace, dict]:
+    """As `load_options`, and the RUNTIME_KEYS that the file has."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"{path} is missing: a run can only be resumed with the opt.yaml that it wrote")
     stored = read_yaml(path)
-    if "total_batch_size" in stored:  # batch_size is the share of one of that run's processes
-        stored["batch_size"] = stored["total_batch_size"]
     unknown = [key for key in stored if key not in TRAIN_FLAGS and key not in RUNTIME_KEYS]
     if unknown:
         logger.warning("%s: options unknown here are ignored: %s", path, ", ".join(map(str, unknown)))
+    runtime = {key: stored[key] for key in stored if key in RUNTIME_KEYS}
+    for key in ("save_dir", "working_dir"):
+        if not isinstance(runtime.get(key, ""), str):
+            raise ValueError(f"{path}: {key} has to be a folder, in quotes, not {shown(runtime[key])}")
     options = {name: stored.get(name, flag.default) for name, flag in TRAIN_FLAGS.items()}
-    for name, value in options.items():
-        flag = TRAIN_FLAGS[name]
-        numbers = value if isinstance(value, list) else [value]
-        if flag.type and value != flag.default and not all(isinstance(number, (int, float)) for number in numbers):
-            raise ValueError(f"{path}: {name} has to be a number, not {shown(value)}")
-    return argparse.Namespace(**options)
+    for name, flag in TRAIN_FLAGS.items():
+        flag.check(options[name], f"{path}: {name}")
+    if "total_batch_size" in runtime:  # batch_size is the share of one of that run's processes
+        options["batch_size"] = runtime["total_batch_size"]
+        TRAIN_FLAGS["batch_size"].check(options["batch_size"], f"{path}: total_batch_size")
+    return argparse.Namespace(**options), runtime
