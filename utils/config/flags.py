@@ -72,7 +72,7 @@ class Flag:
 
         For values of files that a person can edit: of the right type, one of the choices, and within the range.
         """
-        if value is None and self.default is None or self.nargs == "?" and value in (False, self.const):
+        if value is None and self.default is None or self.nargs == "?" and (value is False or value is self.const):
             return
         if self.nargs == "+":
             if not isinstance(value, list) or not value:
