@@ -77,10 +77,9 @@ def load_hyp(path: str | Path) -> dict:
     """
     hyp = read_yaml(path)
     where = printable(path)
-    for key, row in HYPER_PARAMETERS.items():
+    for key in HYPER_PARAMETERS:
         if key in hyp:
-            hyp[key] = _number(hyp[key], key, where)
-            row.range.check(f"{where}: {key}", hyp[key])
+            hyp[key] = checked(key, hyp[key], where)
 
     missing = [key for key in DEFAULTS if key not in hyp]
     if missing:
@@ -89,6 +88,13 @@ def load_hyp(path: str | Path) -> dict:
     if unknown:
         logger.warning("%s has keys that nothing here reads: %s", where, _listing(unknown))
     return hyp | {key: DEFAULTS[key] for key in missing}
+
+
+def checked(key: str, value: object, where: object) -> float:
+    """The value of a hyper-parameter as a number; ValueError, which begins with `where`, unless it is in its range."""
+    number = _number(value, key, where)
+    HYPER_PARAMETERS[key].range.check(f"{where}: {key}", number)
+    return number
 
 
 def _number(value, key, where):

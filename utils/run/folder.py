@@ -109,8 +109,9 @@ def resumed_options(opt: Namespace, ranks: Ranks) -> Namespace:
     if checkpoint.optimizer is None or checkpoint.epoch is None:
         raise NothingToDo(f"{last} is finished and holds no training state: start a new run with --weights {last}")
     _refuse_finished(checkpoint, old, run)
+    old.resume = True
     check_train_options(old)
-    old.cfg, old.weights, old.resume, old.save_dir = "", str(last), True, str(run)
+    old.cfg, old.weights, old.save_dir = "", str(last), str(run)
     folder = _folder_of_paths(started, run, old.data)
     if folder is None:
         folder, old.data = Path.cwd(), _found_from_here(old.data, run)

@@ -11,10 +11,11 @@ import yaml
 
 from tests.tools.experiments import test_runner
 from tools import run_trials
-from tools.experiments import runner, trials
+from tools.experiments import overrides, runner, trials
 from tools.experiments.optuna_sampler import OptunaSampler
+from tools.experiments.overrides import Budget
 from tools.experiments.runner import MAP50
-from tools.experiments.trials import Budget, Elimination, Trial, TrialTable
+from tools.experiments.trials import Elimination, Trial, TrialTable
 
 SETTINGS = {"base_args": ["--epochs", "3"]}
 
@@ -27,8 +28,8 @@ def series(tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_SECONDS", "0.2")
     (tmp_path / "hyp.yaml").write_text("lr0: 0.1\nbox: 0.05\n")
 
-    def run(overrides, *more):
-        (tmp_path / "trials.json").write_text(json.dumps(overrides))
+    def run(asked, *more):
+        (tmp_path / "trials.json").write_text(json.dumps(asked))
         line = ["--base-args", f"--hyp {tmp_path / 'hyp.yaml'} --batch-size 2", "--output-dir", str(tmp_path / "out"),
                 "--budget-epochs", "5", "--trials-file", str(tmp_path / "trials.json"), *more]  # fmt: skip
         return run_trials.run(run_trials.parse(line))
@@ -60,7 +61,7 @@ def test_completed_eliminated_and_failed(series):
 
 
 def test_a_restart_continues_where_it_stopped(series, monkeypatch, caplog):
-    overrides = [{"hyp.lr0": 0.2}, {"hyp.lr0": 0.1}, {"hyp.lr0": 0.15}]
+    asked = [{"hyp.lr0": 0.2}, {"hyp.lr0": 0.1}, {"hyp.lr0": 0.15}]
     run_training = runner.run_training
 
     def interrupt(arguments, folder, on_epoch, **options):
@@ -73,11 +74,11 @@ def test_a_restart_continues_where_it_stopped(series, monkeypatch, caplog):
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(runner, "run_training", interrupt)
-        series(overrides)
+        series(asked)
     started = []
     monkeypatch.setattr(runner, "run_training", lambda *a, **k: started.append(a) or run_training(*a, **k))
     caplog.set_level("INFO")
-    table = series(overrides)
+    table = series(asked)
     assert [args[1].name for args in started] == ["trial_001", "trial_002"]
     assert started[0][0][0] == "--resume" and "trial 1 continues after an interruption" in caplog.text
     assert [row["status"] for row in rows_of(table)] == ["completed"] * 3
@@ -85,7 +86,7 @@ def test_a_restart_continues_where_it_stopped(series, monkeypatch, caplog):
     assert len(list(table.path.parent.glob("trials_*.csv"))) == 1
 
     started.clear()
-    series([*overrides[:2], {"hyp.lr0": 0.05}, {}])  # one changed, one new
+    series([*asked[:2], {"hyp.lr0": 0.05}, {}])  # one changed, one new
     assert [args[1].name for args in started] == ["trial_002", "trial_003"]
     assert "trial 2 has changed" in caplog.text
 
@@ -136,7 +137,7 @@ def test_base_args_of_a_single_flag():
 def test_command_line_of_a_trial(tmp_path):
     (tmp_path / "hyp.yaml").write_text("lr0: 0.1\nbox: 0.05\n")
     base = ["--hyp", str(tmp_path / "hyp.yaml"), "--epochs", "9", "--adam"]
-    line = trials.trial_arguments(
+    line = overrides.trial_arguments(
         base, {"hyp.lr0": 0.5, "adam": False, "batch_size": 4}, Budget(5, None, 320), tmp_path
     )
     hyp = tmp_path / "trial_hyp.yaml"
@@ -163,16 +164,16 @@ def test_trials_files_that_make_no_sense(tmp_path, text, message):
     path = tmp_path / "trials.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
-        trials.read_trials(path)
+        overrides.read_trials(path)
     with pytest.raises(ValueError, match="cannot be read"):
-        trials.read_trials(tmp_path / "none.json")
+        overrides.read_trials(tmp_path / "none.json")
 
 
 def test_a_space(tmp_path):
     path = tmp_path / "space.yaml"
     path.write_text("hyp.lr0: {low: 1e-4, high: 0.1, log: true}\nbatch_size: {choices: [16, 32]}\n"
                     "epochs: {low: 2, high: 8, step: 2}\n")  # fmt: skip
-    assert trials.read_space(path) == {
+    assert overrides.read_space(path) == {
         "hyp.lr0": {"low": 1e-4, "high": 0.1, "log": True, "step": None},
         "batch_size": {"choices": [16, 32]},
         "epochs": {"low": 2, "high": 8, "log": False, "step": 2},
@@ -188,7 +189,7 @@ def test_spaces_that_make_no_sense(tmp_path, entry, message):
     path = tmp_path / "space.yaml"
     path.write_text(f"hyp.lr0: {entry}\n")
     with pytest.raises(ValueError, match=message):
-        trials.read_space(path)
+        overrides.read_space(path)
 
 
 def test_tpe_without_optuna(monkeypatch):
