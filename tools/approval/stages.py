@@ -16,7 +16,7 @@ from utils.system.files import PROJECT_ROOT, atomic_write, read_json, shown
 LOADER = ("utils/datasets.py", "utils/data/**/*.py", "utils/system/**/*.py", "utils/ops/**/*.py")
 RUN = ("train.py", "test.py", "models/**/*.py", "utils/**/*.py")
 # What approvals.json and report.json have to hold; the words are for messages.
-APPROVAL = {"files": dict, "by": str, "date": str, "commit": str}
+APPROVAL = {"files": dict, "by": str, "date": str, "commit": str, "note": str}
 REPORT = {"files": dict, "date": str, "passed": bool, "findings": list}
 WORDS = {dict: "a mapping", str: "text", bool: "true or false", list: "a list"}
 # What looks at runs and changes nothing of what a run does.
@@ -83,7 +83,7 @@ class Approvals:
             for number, entry in entries.items():
                 if number not in map(str, STAGES):
                     raise ValueError(f"{shown(number)} is no stage")
-                _check_record(entry, APPROVAL, f"stage {number}")
+                _check_record({"note": ""} | entry if isinstance(entry, dict) else entry, APPROVAL, f"stage {number}")
             return {int(number): entry for number, entry in entries.items()}
         except ValueError as error:
             raise ValueError(f"{self.path} is no file of approvals ({error}); move it away to begin anew") from error
@@ -102,7 +102,9 @@ class Approvals:
             for index, finding in enumerate(report["findings"]):
                 _check_record(finding, {"status": str}, f"findings[{index}]")
             statuses = {finding["status"] for finding in report["findings"]}
-            if report.get("stage", number) != number or (report["passed"] and statuses & {"failed", "not made"}):
+            is_known = statuses <= {"passed", "failed", "not measured", "not made"}
+            is_sound = is_known and not (report["passed"] and statuses & {"failed", "not made"})
+            if report.get("stage", number) != number or not is_sound:
                 raise ValueError("it is not what the checks of this stage have found")
             return report
         except ValueError as error:
@@ -155,6 +157,8 @@ class Approvals:
 
     def approve(self, number, by, commit, note="", despite_failures=False):
         """Approve a stage on the strength of its report. Raises ValueError when there is nothing to rely on."""
+        if not any(letter.isalnum() for letter in by):
+            raise ValueError(f"--by {shown(by)} names nobody; give the name of who has looked at the report")
         self.check_may_run(number)
         report = self.report(number)
         if report is None:
@@ -169,7 +173,7 @@ class Approvals:
                 "--despite-failures with a --note that says why approves it nevertheless"
             )
         self.entries[number] = {
-            "title": STAGES[number].title, "by": by, "date": time.strftime("%Y-%m-%d %H:%M"), "commit": commit,
+            "title": STAGES[number].title, "by": by.strip(), "date": time.strftime("%Y-%m-%d %H:%M"), "commit": commit,
             "note": note, "result": _outcome(report), "files": now,
         }  # fmt: skip
         with atomic_write(self.path, "w") as file:

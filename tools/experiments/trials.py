@@ -131,14 +131,15 @@ class TrialTable:
     def _load(self):
         try:
             rows = csv.DictReader(read_text(self.path).splitlines(), strict=True)
+            if missing := [name for name in COLUMNS if name not in (rows.fieldnames or ())]:
+                raise ValueError(f"it lacks the columns {', '.join(missing)}")
             for number, row in enumerate(rows, 2):
                 trial = self._trial(row)
                 if trial.trial_id in self.trials:
                     raise ValueError(f"line {number}: trial {trial.trial_id} stands there twice")
                 self.trials[trial.trial_id] = trial
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, csv.Error) as error:
-            fault = f"it lacks {error}" if isinstance(error, KeyError) else error
-            raise ValueError(f"{self.path} is damaged ({fault}); correct it, or begin anew with --fresh") from error
+        except (OSError, ValueError, TypeError, AttributeError, csv.Error) as error:  # those between: a row is too long
+            raise ValueError(f"{self.path} is damaged ({error}); correct it, or begin anew with --fresh") from error
 
     def _trial(self, row):
         trial_id, status = int(row["trial_id"]), row["status"]
