@@ -157,7 +157,7 @@ def read_rows(folder: str | Path) -> list[dict[str, float]]:
     path = Path(folder) / "results.csv"
     if not path.is_file():
         return []
-    with path.open(newline="", encoding="utf-8") as file:
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
         lines = file.read().split("\n")[:-1]  # what comes after the last line end is still being written
     rows = []
     for row in csv.DictReader(lines, restval=None):

@@ -81,7 +81,7 @@ class Flag:
             choices = ", ".join(f"'{choice}'" for choice in self.choices)
             raise ValueError(f"{where} has to be one of {choices} (in quotes), not {shown(value)}")
         kind, wanted = self._kind()
-        for item in value if self.nargs == "+" else [value]:
+        for item in value if self.nargs == "+" and isinstance(value, list) else [value]:
             if not isinstance(item, kind) or (isinstance(item, bool) and kind is not bool):
                 whole = "whole " if isinstance(item, float) and kind is int else ""
                 raise ValueError(f"{where} has to be {wanted.format(whole)}, not {shown(item)}")

@@ -38,7 +38,7 @@ NAME = ".lock"
 ABANDONED = 3600  # seconds without a new file after which the owner on another host counts as gone
 SAME_START = 2.0  # seconds by which two readings of the start of a process may differ
 IN_USE = (errno.EAGAIN, errno.EACCES)
-_held = {}  # {real path of the folder: (process id, descriptor of its lock)}
+_held: dict[Path, tuple[int, int]] = {}  # {real path of the folder: (process id, descriptor of its lock)}
 
 
 def own(folder: str | Path, advice: str) -> None:
@@ -78,7 +78,7 @@ def check_free(folder: str | Path, advice: str) -> None:
 
 
 def _is_ours(place):
-    return _held.get(place, (None,))[0] == os.getpid()  # a process that was forked from the owner is none
+    return _held.get(place, (0, 0))[0] == os.getpid()  # a process that was forked from the owner is none
 
 
 def _open_and_lock(path, flags):
