@@ -23,6 +23,7 @@ from utils.plots.run import plot_study, wait_for_background
 from utils.run import entry
 from utils.system.distributed import select_device
 from utils.system.files import atomic_write, check_can_be_made, check_file, increment_path
+from utils.system.folder_lock import check_free, own
 
 logger = logging.getLogger("test")
 
@@ -79,6 +80,7 @@ def score(opt, weights, data, *, image_size, conf_thres, iou_thres, plots=True, 
 
     if not opt.save_dir:  # all input has been found good
         opt.save_dir = str(increment_path(Path(opt.project) / opt.name, exist_ok=opt.exist_ok))
+        own(opt.save_dir, "choose another --name or --project")
     sinks = []
     if opt.save_txt or opt.save_hybrid:
         sinks.append(TextFiles(Path(opt.save_dir) / "labels", opt.save_conf))
@@ -137,6 +139,8 @@ def main(opt):
     split = opt.task if opt.task in ("train", "val", "test") else "val"
     data = load_data_yaml(opt.data, opt.single_cls, needed=(split,))
     check_can_be_made(opt.project)
+    if opt.exist_ok:
+        check_free(Path(opt.project) / opt.name, "choose another --name or --project")
     opt.save_dir = ""
     thresholds = {"conf_thres": opt.conf_thres, "iou_thres": opt.iou_thres}
     if opt.task == "speed":

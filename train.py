@@ -4,6 +4,7 @@ python train.py --data data/coco.yaml --cfg cfg/training/yolov7-tiny.yaml --hyp 
 """
 
 import logging
+import os
 import time
 from dataclasses import replace
 from functools import partial
@@ -46,6 +47,7 @@ def main(opt):
     """Prepare options and processes, then train once, or as often as --evolve asks."""
     ranks = distributed.read_ranks(opt.local_rank)
     opt = prepare_train_options(opt, ranks)
+    os.chdir(opt.working_dir)  # of a resumed run: its relative paths mean what they meant when it was started
     hyp, data = load_hyp(opt.hyp), load_data_yaml(opt.data, opt.single_cls)
     head_config.of_options(opt, data.nc)  # before anything is written
     run = Run(opt, hyp, data, distributed.select_device(opt.device, opt.batch_size, ranks), ranks)

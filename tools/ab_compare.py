@@ -25,6 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.experiments import command_line, runner
 from tools.experiments.markdown import median, show, table
 from tools.experiments.runner import LOSS, MAP50
+from utils.config.flags import TRAIN_FLAGS
+from utils.config.limits import SEED, above, at_least
+from utils.config.options import train_parser
 from utils.plots.style import PALETTE, new_figure, save_figure, set_title, whole_numbers
 from utils.system.files import atomic_write
 
@@ -37,6 +40,7 @@ TARGETS = (
     "GPU utilisation above 80 %",
     "main process below 40 % of a core",
 )
+SEED_IS_OURS = "use the --seed of the comparison, or its --no-seed"
 NOT_HERE = "not measured on this machine"
 
 # name in the report: (key, how a run is measured, format)
@@ -66,7 +70,7 @@ class Side:
 
     @classmethod
     def parse(cls, name, text):
-        words, environment = shlex.split(text), {}
+        words, environment = command_line.split(text, f"--{name.lower()}"), {}
         while words and re.fullmatch(r"[A-Z_][A-Z0-9_]*=.*", words[0]):
             key, _, environment[key] = words.pop(0).partition("=")
         return cls(name, words, environment)
@@ -74,6 +78,32 @@ class Side:
     def describe(self):
         words = [*(f"{key}={value}" for key, value in self.environment.items()), *self.flags]
         return " ".join(words) or "no flag"
+
+
+# ---- what is asked for -----------------------------------------------------------------------------------------------
+
+
+def check_sides(base, a, b, has_seed):
+    """Raise ValueError for flags that make no sense in a comparison, by the option that they came from.
+
+    `has_seed`: the comparison gives every run its --seed.
+    """
+    refused = command_line.OF_THE_TOOL | ({"seed": SEED_IS_OURS} if has_seed else {})
+    command_line.check_arguments(base, "--args")
+    command_line.check_names(base, "--args", refused)
+    shared, epochs = set(command_line.typed_names(base)), {}
+    for side in (a, b):
+        option, words = f"--{side.name.lower()}", [*base, *side.flags]
+        command_line.check_arguments(words, option)
+        command_line.check_names(side.flags, option, refused)
+        for name in command_line.typed_names(side.flags):
+            if name in shared:
+                raise ValueError(f"{option}: {TRAIN_FLAGS[name].name} stands in --args as well; give it to --a and --b")
+        command_line.check_run(words, option)
+        epochs[option] = train_parser().parse_args(words).epochs
+    if epochs["--a"] != epochs["--b"]:
+        raise ValueError(f"--a trains {epochs['--a']} epochs and --b {epochs['--b']}; that says nothing about their "
+                         "flags, give --epochs in --args")  # fmt: skip
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
@@ -262,9 +292,13 @@ def parse(arguments=None):
 
 def main(options):
     """Compare both sides and print the measures and the verdicts."""
-    base, a, b = shlex.split(options.args), Side.parse("A", options.a), Side.parse("B", options.b)
-    if options.repeats < 1:
-        raise ValueError(f"--repeats {options.repeats} has to be at least 1")
+    base = command_line.split(options.args, "--args")
+    a, b = Side.parse("A", options.a), Side.parse("B", options.b)
+    at_least(1).check("--repeats", options.repeats)
+    above(0).check("--timeout", options.timeout)
+    SEED.check("--seed", options.seed)
+    check_sides(base, a, b, not options.no_seed)
+    command_line.open_folder(options.out, "--out")
     seed = None if options.no_seed else options.seed
     runs = compare(base, a, b, options.out, options.repeats, seed, options.timeout)
     judged = write(options.out, runs, a, b, base)

@@ -22,8 +22,9 @@ from tools.approval import report
 from tools.approval.setup import Setup
 from tools.approval.stages import STAGES, Approvals, fingerprint
 from tools.experiments import command_line, runner
-from utils.config.options import explicit_options, train_parser
-from utils.system.files import PROJECT_ROOT
+from utils.config.flags import TRAIN_FLAGS
+from utils.config.limits import at_least
+from utils.system.files import PROJECT_ROOT, check_file
 
 # Options of train.py that make the runs what they are.
 GIVEN = {"data", "cfg", "hyp", "weights", "img_size", "batch_size", "workers", "epochs", "seed", "device",
@@ -32,7 +33,6 @@ GIVEN = {"data", "cfg", "hyp", "weights", "img_size", "batch_size", "workers", "
 
 def run_stage(number, setup, approvals):
     """Make every check of a stage and write its report; returns whether the stage passed."""
-    approvals.check_may_run(number)
     from tools.approval.checks import CHECKS
 
     stage = STAGES[number]
@@ -85,11 +85,24 @@ def parse(arguments=None):
 
 def further_words(text):
     """The words of --args. Raises ValueError for what train.py does not know, and for what the stages give it."""
-    words = command_line.train_words(text, "--args")
-    for name in explicit_options(train_parser(), words):
+    words = command_line.train_words(text, "--args", {})
+    for name in command_line.typed_names(words):
         if name in GIVEN:
             raise ValueError(f"--args: --{name.replace('_', '-')} is what the stages give their runs themselves")
+    command_line.check_shared(words, "--args")
     return tuple(words)
+
+
+def check_run_options(options):
+    """Raise ValueError for a number of `approve.py run` that no run could use, or a file that does not exist."""
+    rows = {"img": "img_size", "batch_size": "batch_size", "workers": "workers", "epochs": "epochs",
+            "subset": "subset_size"}  # fmt: skip
+    for name, row in rows.items():
+        TRAIN_FLAGS[row].range.check(f"--{name.replace('_', '-')}", getattr(options, name))
+    at_least(1).check("--batch-size", options.batch_size)  # -1 would be measured anew in each run
+    at_least(1).check("--repeats", options.repeats)
+    for name in ("data", "cfg", "hyp"):
+        check_file(getattr(options, name))
 
 
 def perform(options):
@@ -104,8 +117,12 @@ def perform(options):
         approvals.approve(number, options.by, runner.current_commit(), options.note, options.despite_failures)
         print(f"stage {number}: {approvals.describe(number)}")
         return 0
+    check_run_options(options)
+    more = further_words(options.args)
+    approvals.check_may_run(number)
+    command_line.open_folder(options.out, "--out")
     given = {name: value for name, value in vars(options).items() if name in Setup.__dataclass_fields__}
-    setup = Setup(**given | {"out": approvals.folder(number), "more": further_words(options.args)})
+    setup = Setup(**given | {"out": approvals.folder(number), "more": more})
     passed = run_stage(number, setup, approvals)
     print(f"stage {number}: {approvals.describe(number)}\nreport: {approvals.folder(number) / 'report.md'}")
     return 0 if passed else 1

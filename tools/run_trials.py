@@ -17,6 +17,7 @@ continues where an interruption stopped it. At the end: a ranking, and a plot be
 
 import argparse
 import logging
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.experiments import command_line, trials
 from tools.experiments.optuna_sampler import OptunaSampler
-from tools.experiments.trials import Budget, Elimination, TrialTable
+from tools.experiments.overrides import Budget, read_space, read_trials, trial_options
+from tools.experiments.trials import Elimination, TrialTable
+from utils.config.flags import TRAIN_FLAGS
+from utils.config.limits import Range, at_least
+from utils.system.files import check_can_be_made
 
 logger = logging.getLogger("run_trials")
 
@@ -54,16 +59,21 @@ def parse(arguments=None):
 def run(options):
     """Run every trial that has not ended yet; returns the TrialTable."""
     base = command_line.train_words(options.base_args, "--base-args")
+    command_line.check_shared(base, "--base-args")
+    check_numbers(options)
     budget = Budget(options.budget_epochs, options.budget_subset, options.budget_size)
     if options.sampler == "file":
         if not options.trials_file:
             raise ValueError("give --trials-file, or --sampler tpe with --space")
-        source = FromFile(trials.read_trials(options.trials_file))
+        source = FromFile(read_trials(options.trials_file), options.trials_file)
+        source.name_those_that_will_fail(base, budget)
     else:
         if not options.space:
             raise ValueError("--sampler tpe needs --space, a yaml file with the ranges to search")
-        source = OptunaSampler(trials.read_space(options.space), options.num_trials, options.sampler_seed)
-    shared = {"base_args": base, "budget": asdict(budget), "sampler": options.sampler}
+        source = OptunaSampler(read_space(options.space), options.num_trials, options.sampler_seed)
+    check_can_be_made(options.output_dir, "--output-dir")
+    shared = {"base_args": base, "budget": asdict(budget), "sampler": options.sampler, "folder": os.getcwd(),
+              "files": command_line.fingerprints(base)}  # fmt: skip
     table = TrialTable.open(options.output_dir, shared, options.fresh)
     if options.retry_failed:
         table.trials = {key: trial for key, trial in table.trials.items() if trial.status != "failed"}
@@ -74,18 +84,41 @@ def run(options):
         logger.info("trial %d of %d: %s", trial_id, len(source), params or "no overrides")
         curves = [other.curve for other in table.trials.values()]
         far_behind = Elimination(options.early_stop_threshold, curves, options.early_stop_grace)
-        trial = trials.run_trial(table, trial_id, params, base, budget, [far_behind, source.is_hopeless])
+        checks = [far_behind, source.is_hopeless]
+        trial = trials.run_trial(table, trial_id, params, base, budget, checks, source.name(trial_id))
         source.end(trial)
         score = "no result" if trial.final_map is None else f"mAP@.5 {trial.final_map:.4f}"
         logger.info("trial %d %s: %s, %.0f s %s", trial_id, trial.status, score, trial.seconds, trial.message)
     return table
 
 
-class FromFile:
-    """The trials of a list, in its order."""
+def check_numbers(options):
+    """Raise ValueError for a number that makes no sense."""
+    for name, row in (("epochs", "epochs"), ("subset", "subset_size"), ("size", "img_size")):
+        TRAIN_FLAGS[row].range.check(f"--budget-{name}", getattr(options, f"budget_{name}"))
+    at_least(0).check("--early-stop-threshold", options.early_stop_threshold)
+    at_least(0).check("--early-stop-grace", options.early_stop_grace)
+    at_least(1).check("--num-trials", options.num_trials)
+    Range(0, 2**32 - 1).check("--sampler-seed", options.sampler_seed)
 
-    def __init__(self, overrides):
-        self.overrides = overrides
+
+class FromFile:
+    """The trials of a list, in its order; `path` is their file."""
+
+    def __init__(self, overrides, path):
+        self.overrides, self.path = overrides, path
+
+    def name(self, trial_id):
+        """How a message calls a trial."""
+        return f"{self.path}, trial {trial_id}"
+
+    def name_those_that_will_fail(self, base, budget):
+        """Say at the beginning what is wrong with trials; the others go on."""
+        for trial_id, params in enumerate(self.overrides):
+            try:
+                trial_options(base, params, budget, self.name(trial_id))
+            except ValueError as error:
+                logger.warning("%s; this trial will not be run", error)
 
     def __len__(self):
         return len(self.overrides)

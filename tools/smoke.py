@@ -8,6 +8,7 @@ of every run is in OUT/<run>/output.log. Status 1 when a step fails.
 """
 
 import argparse
+import logging
 import math
 import shutil
 import sys
@@ -19,9 +20,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.approval.setup import Failed, NotMeasured, draw_shapes, expect, make_check
-from tools.experiments import runner
+from tools.experiments import command_line, runner
 from tools.experiments.runner import LOSS, MAP50
+from utils.config.limits import SIDE
 from utils.engine.checkpoint_reader import read_checkpoint
+from utils.system.files import PROJECT_ROOT
+from utils.system.folder_lock import NAME as LOCK
 
 NUM_TRAIN, NUM_VAL = 80, 20
 LIMIT = 1800  # seconds for a run
@@ -99,15 +103,29 @@ class Smoke:
         return f"loss {self.rows(self.train(f'amp_{kind}', 1, '--amp', kind), 1)[0][LOSS]:.3f}"
 
 
+def clear(out):
+    """Make the folder `out`, own it, and empty it; ValueError when it is no folder of an earlier smoke test."""
+    kept = [place for place in (Path.cwd(), PROJECT_ROOT, Path.home()) if place.resolve().is_relative_to(out)]
+    if kept:
+        raise ValueError(f"--out {out} holds {kept[0]}, and would be emptied; choose another --out")
+    command_line.open_folder(out, "--out")
+    for path in out.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name != LOCK:
+            path.unlink()
+
+
 def main():
+    """Make every step; status 1 when one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--size", type=int, default=96, help="pixels")
     parser.add_argument("--out", default="runs/smoke", help="folder for everything; what was in it goes")
     opt = parser.parse_args()
+    SIDE.check("--size", opt.size)
     smoke = Smoke(opt.out, opt.size, opt.device)
-    shutil.rmtree(smoke.out, ignore_errors=True)
-    smoke.out.mkdir(parents=True)
+    clear(smoke.out)
     steps = {
         "draw 100 images": smoke.images,
         "train 2 epochs": smoke.two_epochs,
@@ -126,4 +144,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command_line.run_tool(lambda _: main(), None, logging.WARNING)

@@ -1,5 +1,6 @@
 """Command lines: every stock flag with type and default, prefixes, checks, and opt.yaml in and out."""
 
+import datetime
 import logging
 from argparse import Namespace
 from pathlib import Path
@@ -317,6 +318,30 @@ def test_unknown_keys_are_named_once_and_dropped(tmp_path, caplog):
         ("epochs: null", "epochs has to be a number, not None"),
         ("img_size: [320, big]", "img_size has to be a number"),
         ("batch_size: {a: 1}", "batch_size has to be a number"),
+        ("epochs: true", "epochs has to be a number, not True"),
+        ("epochs: 2.5", "epochs has to be a whole number, not 2.5"),
+        ("epochs: 0", "epochs 0 is too small: it has to be at least 1"),
+        (f"epochs: {10**30}", "epochs 10+ is too large for 64 bits"),
+        ("total_batch_size: null", "total_batch_size has to be a number, not None"),
+        ("total_batch_size: [8]", r"total_batch_size has to be a number, not \[8\]"),
+        ("label_smoothing: .nan", "label_smoothing nan is not usable"),
+        ("label_smoothing: .inf", "label_smoothing inf is too large"),
+        ("img_size: 96", r"img_size has to be a list such as \[640, 640\], not 96"),
+        ("img_size: []", "img_size has to be a list"),
+        ("img_size: [[96], 96]", r"img_size has to be a number, not \[96\]"),
+        ("img_size: [96, null]", "img_size has to be a number, not None"),
+        ("freeze: {0: 1}", "freeze has to be a list"),
+        ("image_weights: 'false'", "image_weights has to be true or false, not 'false'"),
+        ("adam: 1", "adam has to be true or false, not 1"),
+        ("rect: null", "rect has to be true or false, not None"),
+        ("amp: off", r"amp has to be one of 'fp16', 'bf16', 'off' \(in quotes\), not False"),
+        ("cache_images: disc", "cache_images has to be one of 'ram', 'disk'"),
+        ("cache_images: [ram]", "cache_images has to be one of"),
+        ("device: 0", "device has to be text, in quotes, not 0"),
+        ("name: 2024-01-05", "name has to be text, in quotes, not datetime.date"),
+        ("data: null", "data has to be text, in quotes, not None"),
+        ("save_dir: 3", "save_dir has to be a folder, in quotes, not 3"),
+        ("working_dir: [a]", "working_dir has to be a folder, in quotes"),
         ("- epochs", "expected"),
         ("epochs: [", "not valid yaml"),
     ],
@@ -325,6 +350,37 @@ def test_files_that_cannot_be_used(text, message, tmp_path):
     (tmp_path / "opt.yaml").write_text(text)
     with pytest.raises(ValueError, match=f"opt.yaml.*{message}"):
         load_options(tmp_path / "opt.yaml")
+
+
+ODD = [None, True, False, 0, 1, -1, 2.5, 10**400, float("nan"), float("-inf"), "", "yes", "3", [], [1], [[1]], [None],
+       {}, {"a": 1}, datetime.date(2024, 1, 5), b"x"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRAIN_FLAGS)
+def test_a_value_is_one_that_the_command_line_could_give_or_a_sentence(name, tmp_path):
+    path, flag = tmp_path / "opt.yaml", TRAIN_FLAGS[name]
+    for value in ODD:
+        path.write_text(yaml.safe_dump({"cfg": "c.yaml", name: value}))
+        try:
+            opt = load_options(path)
+            check_train_options(opt)
+        except ValueError as error:
+            assert name in str(error) or flag.name in str(error) or "--cfg" in str(error), (value, error)
+        else:
+            kinds = (int, float) if flag.type is float else int if flag.type else (bool, str)
+            for item in getattr(opt, name) if flag.nargs == "+" else [getattr(opt, name)]:
+                assert isinstance(item, kinds) or item is flag.default is None
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe\x00", b"\xef\xbb\xbfepochs: 5", b"", b"[1]", b"\x80\x81: 1", b"a: &a [*a]"]
+)
+def test_files_of_any_bytes(content, tmp_path):
+    (tmp_path / "opt.yaml").write_bytes(content)
+    try:
+        assert load_options(tmp_path / "opt.yaml").epochs == (5 if b"epochs" in content else 300)
+    except ValueError as error:
+        assert "opt.yaml" in str(error)
 
 
 def test_missing_file(tmp_path):

@@ -224,3 +224,26 @@ def test_stock_entries_stay_in_half_precision(tmp_path, monkeypatch):
     assert state["scheduler"] == {"last_epoch": 0} and len(state["random_states"]) == 1
     assert state["hyp"] == small_run.HYP | SLOW_WARMUP and state["options"]["epochs"] == 2
     assert np.isfinite(state["results"]).all() and len(state["maps"]) == 2
+
+
+def test_a_run_trains_on_its_own_images_wherever_it_is_resumed(tmp_path, monkeypatch):
+    """In the other folder lie namesakes, whose list of images would be read with the same words."""
+    for name, num_images in (("here", 6), ("there", 3)):
+        (tmp_path / name).mkdir()
+        small_run.arguments(tmp_path / name, num_images=num_images)
+        images = sorted((tmp_path / name / "images" / "train").iterdir())
+        (tmp_path / name / "lists").mkdir()
+        (tmp_path / name / "lists" / "train.txt").write_text("\n".join(f"images/train/{path.name}" for path in images))
+        text = (tmp_path / name / "data.yaml").read_text().replace("train: images/train", "train: lists/train.txt")
+        (tmp_path / name / "data.yaml").write_text(text)
+    line = ["--data", "data.yaml", "--cfg", "cfg.yaml", "--hyp", "hyp.yaml", "--img", "64", "--batch-size", "3",
+            "--epochs", "3", "--workers", "0", "--device", "cpu", "--noautoanchor", "--project", "runs"]  # fmt: skip
+    monkeypatch.chdir(tmp_path / "here")
+    assert small_run.program("train", [*line, "--name", "whole"]) == 0
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        interrupt_after(1, patch)
+        small_run.program("train", [*line, "--name", "run"])
+    monkeypatch.chdir(tmp_path / "there")
+    last = tmp_path / "here" / "runs" / "run" / "weights" / "last.pt"
+    assert small_run.program("train", ["--resume", str(last), "--device", "cpu"]) == 0
+    assert results_of(last.parent.parent) == results_of(tmp_path / "here" / "runs" / "whole")

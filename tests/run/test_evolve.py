@@ -118,7 +118,7 @@ def test_equal_rows_are_kept_once(tmp_path):
     path = tmp_path / "evolve.txt"
     hyp = DEFAULTS | {"anchors": 3}
     for _ in range(2):
-        search.add_row(path, read_table(path, NAMES), RESULTS, hyp, NAMES)
+        search.add_row(path, RESULTS, hyp, NAMES)
     assert len(rows_of(tmp_path)) == 1
 
 
@@ -173,6 +173,60 @@ def test_tables_that_do_not_fit_are_refused(text, message, tmp_path):
     path.write_text(text)
     with pytest.raises(ValueError, match=f"evolve.txt.*{message}.*--project"):
         evolve(lambda hyp: RESULTS, DEFAULTS, tmp_path, 1)
+
+
+def test_rows_that_are_added_meanwhile_are_kept(tmp_path):
+    """By hand, or by a search on another machine of a disk without locks."""
+    path, hyp = tmp_path / "evolve.txt", DEFAULTS | {"anchors": 3}
+
+    def train(candidate):
+        search.add_row(path, scored(0.75), hyp | {"lr0": 0.02}, NAMES)
+        return scored(0.5)
+
+    evolve(train, DEFAULTS, tmp_path, 2)
+    assert rows_of(tmp_path)[:, 3].tolist() == [0.75, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("lr0", "-1", "lr0 -1.0 is too small: it has to be above 0"),
+        ("momentum", "2", "momentum 2.0 is too large"),
+        ("mosaic", "inf", "mosaic inf is too large"),
+        ("lr0", "nan", "has a score that is no number"),
+        ("lr0", "high", "is damaged .*'high'"),
+        ("mAP@.5", "nan", "has a score that is no number"),
+        ("mAP@.5", "inf", "has a score that is no number"),
+        ("mAP@.5", "", "is damaged"),
+        ("lr0", "1 2", "is damaged"),
+    ],
+)
+def test_rows_that_a_person_has_edited(name, value, message, tmp_path):
+    evolve(lambda hyp: RESULTS, DEFAULTS, tmp_path, 2)
+    path = tmp_path / "evolve.txt"
+    titles, first, second = path.read_text().splitlines()
+    words = second.split()
+    words[titles.split().index(name) - 1] = value
+    path.write_text("\n".join([titles, first, " ".join(words)]))
+    with pytest.raises(ValueError, match=f"evolve.txt:3.*{message}"):
+        evolve(lambda hyp: pytest.fail("trains"), DEFAULTS, tmp_path, 1)
+
+
+def test_a_table_is_read_whatever_program_saved_it_and_best_first(tmp_path):
+    evolve(lambda hyp: scored(0.5), DEFAULTS, tmp_path, 1)
+    evolve(lambda hyp: scored(0.75), DEFAULTS, tmp_path, 1)
+    path, before = tmp_path / "evolve.txt", rows_of(tmp_path)
+    titles, *lines = path.read_text().splitlines()
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join([titles, *reversed(lines), "", ""]).encode())
+    assert np.array_equal(rows_of(tmp_path), before)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xff", b"\x00" * 64, b"[]", None])
+def test_a_table_that_is_none(content, tmp_path):
+    path = tmp_path / "evolve.txt"
+    path.mkdir() if content is None else path.write_bytes(content)
+    with pytest.raises(ValueError, match="evolve.txt .*--project"):
+        evolve(lambda hyp: pytest.fail("trains"), DEFAULTS, tmp_path, 1)
 
 
 def test_progress_is_logged(tmp_path, caplog):

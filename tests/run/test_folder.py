@@ -2,10 +2,13 @@
 
 import logging
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from utils.config.flags import KEPT, MACHINE, STAYS, TRAIN_FLAGS, Flag
 from utils.config.hyp import DEFAULTS, save_hyp
@@ -13,6 +16,7 @@ from utils.config.options import load_options, save_options, train_parser
 from utils.run.entry import NothingToDo
 from utils.run.folder import newest_checkpoint, open_run_folder, prepare_train_options
 from utils.system.distributed import Ranks
+from utils.system.files import PROJECT_ROOT
 
 OPTIMIZER = {"state": {}, "param_groups": []}
 
@@ -256,3 +260,165 @@ def test_what_cannot_be_resumed(prepare):
     last.write_bytes(last.read_bytes()[:100])
     with pytest.raises(ValueError, match="last.pt is no checkpoint"):
         prepare("--resume")
+
+
+# ---- one process owns a run folder ----------------------------------------------------------------------------------
+
+OWNER = """
+import sys, time
+from utils.system.folder_lock import own
+own(sys.argv[1], "")
+print(1, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def in_use(monkeypatch):
+    """Makes a folder and another process that owns it, as long as the test lasts."""
+    processes = []
+
+    def start(folder):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        words = [sys.executable, "-c", OWNER, str(Path(folder).absolute())]
+        processes.append(subprocess.Popen(words, cwd=PROJECT_ROOT, stdout=subprocess.PIPE))
+        processes[-1].stdout.readline()
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("line", "used", "advice"),
+    [
+        (f"{NEW} --exist-ok", "runs/train/exp", "choose another --name or --project"),
+        (f"{NEW} --exist-ok --project other --name a/b", "other/a/b", "choose another --name or --project"),
+        (f"{NEW} --evolve 2", "runs/train/evolve", "choose another --name or --project"),
+        ("--resume runs/train/exp/weights/last.pt", "runs/train/exp", "start a new run with --weights"),
+        ("--resume", "runs/train/exp", "start a new run with --weights"),
+    ],
+)
+def test_a_folder_that_another_process_writes_into_is_refused(line, used, advice, prepare, in_use, monkeypatch):
+    old_run()
+    process = in_use(used)
+    before = {path: path.stat().st_mtime_ns for path in Path().rglob("*")}
+    with monkeypatch.context() as patch:
+        patch.setattr("utils.run.folder.read_checkpoint", lambda path: pytest.fail("it is being written"))
+        with pytest.raises(ValueError, match=f"{used} is in use: process {process.pid} on .*; wait .*, or {advice}$"):
+            prepare(line)
+    assert {path: path.stat().st_mtime_ns for path in Path().rglob("*")} == before
+    process.kill()
+    process.wait()
+    assert (Path(prepare(f"{NEW} --exist-ok").save_dir) / ".lock").exists()
+
+
+def test_two_that_begin_at_the_same_moment(prepare, in_use, monkeypatch):
+    monkeypatch.setattr("utils.run.folder.check_free", lambda folder, advice: in_use(folder))  # just after the look
+    with pytest.raises(ValueError, match="exp is in use"):
+        prepare(f"{NEW} --exist-ok")
+
+
+def test_only_the_main_process_asks(prepare, in_use):
+    old_run()
+    in_use("runs/train/exp")
+    assert prepare("--resume", Ranks(1, 1, 2)).save_dir and prepare(f"{NEW} --exist-ok", Ranks(1, 1, 2)).save_dir == ""
+    with pytest.raises(ValueError, match="is in use"):
+        prepare("--resume", Ranks(0, 0, 2))
+
+
+def test_a_new_run_beside_a_living_one(prepare, in_use):
+    in_use("runs/train/exp")
+    assert Path(prepare(NEW).save_dir).name == "exp2"
+
+
+# ---- paths are what they were when the run was started --------------------------------------------------------------
+
+
+@pytest.fixture
+def elsewhere(tmp_path_factory, monkeypatch):
+    """Enters another folder, where namesakes lie; returns it."""
+
+    def enter():
+        place = tmp_path_factory.mktemp("elsewhere")
+        (place / "set.yaml").write_text("train: images\n")
+        save_hyp(DEFAULTS, place / "hyp.yaml")
+        monkeypatch.chdir(place)
+        return place
+
+    return enter
+
+
+def started_here():
+    """A run as it is written today; returns the absolute path of its last.pt."""
+    last = old_run().absolute()
+    opt = load_options(last.parent.parent / "opt.yaml")
+    opt.save_dir, opt.working_dir, opt.total_batch_size = "runs/train/exp", os.getcwd(), 8
+    save_options(opt, last.parent.parent / "opt.yaml")
+    return last
+
+
+@pytest.mark.parametrize("make", [started_here, lambda: old_run().absolute()], ids=["today", "earlier version"])
+def test_resume_from_another_folder(make, prepare, folder, elsewhere, caplog):
+    last = make()
+    elsewhere()
+    caplog.set_level(logging.INFO)
+    opt = prepare(f"--resume {last}")
+    assert (opt.working_dir, opt.data, opt.hyp) == (str(folder), "set.yaml", "hyp.yaml")
+    assert f"relative paths count from {folder}" in caplog.text
+    assert prepare(f"--resume {last}").working_dir == str(folder) == load_raw(last)["working_dir"]
+
+
+def load_raw(last):
+    return yaml.safe_load((last.parent.parent / "opt.yaml").read_text())
+
+
+def test_resume_where_the_run_and_its_files_were_moved_to(prepare, folder, tmp_path_factory, elsewhere):
+    (folder / "project").mkdir()
+    for name in ("set.yaml", "hyp.yaml"):
+        (folder / name).rename(folder / "project" / name)
+    os.chdir(folder / "project")
+    last = started_here()
+    moved = tmp_path_factory.mktemp("mount") / "project"
+    (folder / "project").rename(moved)
+    elsewhere()
+    opt = prepare(f"--resume {moved / last.relative_to(folder / 'project')}")
+    assert (opt.working_dir, opt.data, opt.save_dir) == (str(moved), "set.yaml", str(moved / "runs/train/exp"))
+
+
+def test_a_run_that_was_moved_alone_finds_its_files(prepare, folder, elsewhere):
+    started_here()
+    place = elsewhere()
+    (folder / "runs/train/exp").rename(place / "mine")
+    assert prepare("--resume mine/weights/last.pt").working_dir == str(folder)
+
+
+def test_a_namesake_is_not_taken(prepare, folder, elsewhere):
+    last = started_here()
+    (folder / "set.yaml").unlink()
+    elsewhere()
+    with pytest.raises(ValueError, match=f"exp/opt.yaml: {folder}/set.yaml does not exist; put it back, or correct"):
+        prepare(f"--resume {last}")
+
+
+def test_a_run_that_does_not_say_where_it_was_started(prepare, folder, elsewhere, caplog):
+    old_run()
+    place = elsewhere()
+    (folder / "runs/train/exp").rename(place / "mine")
+    opt = prepare("--resume mine/weights/last.pt")
+    assert opt.working_dir == str(place) and opt.hyp == str(place / "mine/hyp.yaml"), "the hyp.yaml here is a namesake"
+    assert f"was started is not known or gone: what is relative, such as set.yaml, counts from {place}" in caplog.text
+
+
+def test_absolute_paths_hold_everywhere(prepare, folder, elsewhere, caplog):
+    last = started_here()
+    content = load_raw(last) | {"data": str(folder / "set.yaml"), "hyp": str(folder / "hyp.yaml")}
+    (last.parent.parent / "opt.yaml").write_text(yaml.safe_dump(content | {"working_dir": str(folder / "gone")}))
+    place = elsewhere()
+    last.parent.parent.rename(place / "mine")
+    opt = prepare("--resume mine/weights/last.pt")
+    assert (opt.working_dir, opt.data, opt.hyp) == (str(place), content["data"], content["hyp"])
+    assert "counts from" in caplog.text, "what is relative in the data yaml"

@@ -134,6 +134,24 @@ def test_printable_is_one_line_of_visible_characters():
     assert files.printable("a\nb\x1b[31m\u00a0c\u2028") == "a\\nb\\x1b[31m\\xa0c\\u2028"
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"{", "is no JSON"), (b"\x80", "is no JSON"), (b"", "is no JSON"), (b"[" * 10**5, "is no JSON"),
+     (b'{"a": 1, "a": 2}', "is no JSON: 'a' stands there twice"), (None, "cannot be read: Is a directory")],
+)  # fmt: skip
+def test_json_that_is_none(content, message, tmp_path):
+    path = tmp_path / "a.json"
+    path.mkdir() if content is None else path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"a.json {message}"):
+        files.read_json(path)
+
+
+def test_json_of_any_encoding(tmp_path):
+    for encoding in ("utf-8", "utf-8-sig", "utf-16", "utf-32"):
+        (tmp_path / "a.json").write_bytes('{"ä": [1, null]}'.encode(encoding))
+        assert files.read_json(tmp_path / "a.json") == {"ä": [1, None]}
+
+
 def test_split_lines_ends_lines_only_where_lines_end():
     assert files.split_lines("a\rb\r\nc\n\nd\x0be\u2028f") == ["a", "b", "c", "", "d\x0be\u2028f"]
 

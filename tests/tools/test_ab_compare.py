@@ -1,6 +1,8 @@
 """A/B comparison: verdicts by hand, sides, the report; a whole comparison with a fake training."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -8,6 +10,7 @@ from tests.tools.experiments import test_runner
 from tools import ab_compare
 from tools.ab_compare import NOT_HERE, TARGETS, Side, verdicts
 from tools.experiments import runner
+from utils.system.files import PROJECT_ROOT
 
 
 def side(rate=100.0, maps=(0.5, 0.5, 0.5), gpu=0.9, main=0.2, gpu_memory=3.0):
@@ -115,3 +118,78 @@ def test_unknown_flags_are_refused_before_anything_runs(tmp_path):
     with pytest.raises(ValueError, match="side B: train.py does not understand this"):
         ab_compare.compare([], Side.parse("A", ""), Side.parse("B", "--faster-than-light"), tmp_path / "ab")
     assert not (tmp_path / "ab").exists()
+
+
+def side_of(tmp_path, a="", b="--fast", base="--epochs 2", *more):
+    """Command line of a comparison in `tmp_path`."""
+    return ab_compare.parse(["--args", base, "--a", a, "--b", b, "--out", str(tmp_path / "ab"), *more])
+
+
+@pytest.mark.parametrize(
+    ("sides", "message"),
+    [
+        ({"base": "--evolve 1"}, "--args: --evolve cannot be given here: a search is many trainings"),
+        ({"base": "--epochs 2 --resume"}, "--args: --resume cannot be given here"),
+        ({"a": "--resume x/last.pt"}, "--a: --resume cannot be given here"),
+        ({"b": "--evo"}, "--b: --evolve cannot be given here"),
+        ({"b": "--name x"}, "--b: --name cannot be given here: the tool says where its runs lie"),
+        ({"a": "--project x"}, "--a: --project cannot be given here"),
+        ({"base": "--exist-ok"}, "--args: --exist-ok cannot be given here"),
+        ({"base": "--epochs 2 --seed 3"}, "--args: --seed cannot be given here: use the --seed of the comparison"),
+        ({"base": "", "b": "--epochs 2"}, "--a trains 300 epochs and --b 2"),
+        ({"base": "", "a": "--epochs 3", "b": "--epochs 2"}, "--a trains 3 epochs and --b 2"),
+        ({"b": "--epochs 2"}, "--b: --epochs stands in --args as well; give it to --a and --b"),
+        ({"base": "--epochs 2 --batch-size 8", "a": "--batch 4"}, "--a: --batch-size stands in --args as well"),
+        ({"base": "--epochs 2 --fast", "b": "--no-fast"}, "--b: --fast stands in --args as well"),
+        ({"base": "--epochs 2 --epochs 3"}, "--args: --epochs stands there twice"),
+        ({"b": "--fast --no-fast"}, "--b: --fast stands there twice"),
+        ({"base": "--epochs '2"}, "--args .*No closing quotation"),
+        ({"a": 'X=1 --hyp "x'}, "--a .*No closing quotation"),
+        ({"b": "--hyp 'x"}, "--b .*No closing quotation"),
+        ({"base": "--nonsense"}, "--args: train.py does not understand this: .*--nonsense"),
+        ({"b": "--nonsense"}, "--b: train.py does not understand this: .*--nonsense"),
+        ({"b": "words"}, "--b: train.py does not understand this: .*words"),
+        ({"b": "--batch-size 0"}, "--b: --batch-size 0 is too small"),
+        ({"b": "--resize-schedule 0:64,2:96"}, "--b: --resize-schedule .*: 2:96 is never reached in 2 epochs"),
+        ({"b": "--hyp none.yaml"}, "--b: none.yaml does not exist"),
+        ({"base": "--epochs 2 --data none.yaml"}, "none.yaml does not exist"),
+        ({"b": "--weights none.pt"}, "--b: --weights none.pt does not exist"),
+    ],
+)
+def test_a_command_that_makes_no_sense_is_refused_before_anything_runs(sides, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "run_training", lambda *a, **k: pytest.fail("runs"))
+    with pytest.raises(ValueError, match=message):
+        ab_compare.main(side_of(tmp_path, **sides))
+    assert not (tmp_path / "ab").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--repeats", "0"], "--repeats 0 is too small"),
+        (["--timeout", "0"], "--timeout 0.0 is too small: it has to be above 0"),
+        (["--timeout", "nan"], "--timeout nan is not usable"),
+        (["--seed", "-1"], "--seed -1 is too small"),
+        (["--out", "/dev/null/x"], "/dev/null is a file.*choose another --out"),
+    ],
+)
+def test_numbers_and_folders_of_the_comparison_itself(words, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "run_training", lambda *a, **k: pytest.fail("runs"))
+    with pytest.raises(ValueError, match=message):
+        ab_compare.main(side_of(tmp_path, "", "--fast", "--epochs 2", *words))
+
+
+def test_without_a_seed_the_sides_may_have_one(tmp_path):
+    base, side = ["--epochs", "2", "--seed", "3"], Side.parse("B", "--fast")
+    ab_compare.check_sides(base, Side.parse("A", "X=1"), side, has_seed=False)
+
+
+def test_two_comparisons_into_one_folder_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "ab").mkdir()
+    code = "import sys, time; from utils.system.folder_lock import own; own(sys.argv[1], ''); print(1, flush=True)"
+    words = [sys.executable, "-c", f"{code}; time.sleep(600)", str(tmp_path / "ab")]
+    with subprocess.Popen(words, cwd=PROJECT_ROOT, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        with pytest.raises(ValueError, match=f"is in use: process {other.pid} .* or choose another --out"):
+            ab_compare.main(side_of(tmp_path))
+        other.kill()

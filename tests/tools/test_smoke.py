@@ -42,3 +42,17 @@ def test_a_run_that_is_not_right(run, fault, tmp_path):
     rows = [{"epoch": float(epoch), LOSS: loss} for epoch, loss in enumerate(losses)]
     with pytest.raises(Failed, match=fault):
         smoke.Smoke(tmp_path, 64, "cpu").rows(FinishedRun(tmp_path, status, message, rows=rows), 2)
+
+
+def test_only_a_folder_of_its_own_is_emptied(tmp_path, monkeypatch):
+    out = tmp_path / "smoke"
+    (out / "train").mkdir(parents=True)
+    (out / "train" / "last.pt").write_text("")
+    (out / "shapes.yaml").write_text("")
+    (out / "link").symlink_to(tmp_path)
+    smoke.clear(out)
+    assert [path.name for path in out.iterdir()] == [smoke.LOCK] and tmp_path.is_dir()
+    monkeypatch.chdir(out)
+    for place in (out, tmp_path, smoke.PROJECT_ROOT, smoke.PROJECT_ROOT.parent):
+        with pytest.raises(ValueError, match="would be emptied; choose another --out"):
+            smoke.clear(place)

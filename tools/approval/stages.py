@@ -11,10 +11,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from utils.system.files import PROJECT_ROOT, atomic_write
+from utils.system.files import PROJECT_ROOT, atomic_write, read_json, shown
 
 LOADER = ("utils/datasets.py", "utils/data/**/*.py", "utils/system/**/*.py", "utils/ops/**/*.py")
 RUN = ("train.py", "test.py", "models/**/*.py", "utils/**/*.py")
+# What approvals.json and report.json have to hold; the words are for messages.
+APPROVAL = {"files": dict, "by": str, "date": str, "commit": str, "note": str}
+REPORT = {"files": dict, "date": str, "passed": bool, "findings": list}
+WORDS = {dict: "a mapping", str: "text", bool: "true or false", list: "a list"}
 # What looks at runs and changes nothing of what a run does.
 ONLY_LOOKS = ("utils/loggers/", "utils/plots/")
 
@@ -70,21 +74,41 @@ class Approvals:
         self.entries = self._read()
 
     def _read(self):
-        if not self.path.is_file():
+        if not self.path.exists():
             return {}
         try:
-            entries = json.loads(self.path.read_text(encoding="utf-8"))
-            return {int(number): dict(entry) for number, entry in entries.items()}
-        except (ValueError, AttributeError, TypeError) as error:
+            entries = read_json(self.path)
+            if not isinstance(entries, dict):
+                raise ValueError("it has to be a mapping of stages")
+            for number, entry in entries.items():
+                if number not in map(str, STAGES):
+                    raise ValueError(f"{shown(number)} is no stage")
+                _check_record({"note": ""} | entry if isinstance(entry, dict) else entry, APPROVAL, f"stage {number}")
+            return {int(number): entry for number, entry in entries.items()}
+        except ValueError as error:
             raise ValueError(f"{self.path} is no file of approvals ({error}); move it away to begin anew") from error
 
     def report(self, number):
-        """What the last run of a stage wrote (report.json); None when it has not been run."""
+        """What the last run of a stage wrote (report.json); None when it has not been run.
+
+        Raises ValueError when somebody else has written it.
+        """
         path = self.folder(number) / "report.json"
-        try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        if not path.exists():
             return None
+        try:
+            report = read_json(path)
+            _check_record(report, REPORT, "it")
+            for index, finding in enumerate(report["findings"]):
+                _check_record(finding, {"status": str}, f"findings[{index}]")
+            statuses = {finding["status"] for finding in report["findings"]}
+            is_known = statuses <= {"passed", "failed", "not measured", "not made"}
+            is_sound = is_known and not (report["passed"] and statuses & {"failed", "not made"})
+            if report.get("stage", number) != number or not is_sound:
+                raise ValueError("it is not what the checks of this stage have found")
+            return report
+        except ValueError as error:
+            raise ValueError(f"{path} is no report of stage {number} ({error}); approve.py run {number}") from error
 
     def folder(self, number):
         return self.reports / f"stage_{number}"
@@ -98,7 +122,13 @@ class Approvals:
         return changed_files(self.entries[number]["files"], fingerprint(STAGES[number], self.root))
 
     def describe(self, number):
-        """Where a stage stands."""
+        """Where a stage stands; a report that cannot be used is told instead."""
+        try:
+            return self._describe(number)
+        except ValueError as error:
+            return str(error)
+
+    def _describe(self, number):
         if self.holds(number):
             entry = self.entries[number]
             note = f": {entry['note']}" if entry.get("note") else ""
@@ -127,6 +157,8 @@ class Approvals:
 
     def approve(self, number, by, commit, note="", despite_failures=False):
         """Approve a stage on the strength of its report. Raises ValueError when there is nothing to rely on."""
+        if not any(letter.isalnum() for letter in by):
+            raise ValueError(f"--by {shown(by)} names nobody; give the name of who has looked at the report")
         self.check_may_run(number)
         report = self.report(number)
         if report is None:
@@ -135,17 +167,30 @@ class Approvals:
         if report["files"] != now:
             changed = _listing(changed_files(report["files"], now))
             raise ValueError(f"stage {number} was run with other files ({changed}); run it again")
-        if not report["passed"] and not (despite_failures and note):
+        if not report["passed"] and not (despite_failures and note.strip()):
             raise ValueError(
                 f"stage {number}: {_outcome(report)}; see {self.folder(number) / 'report.md'}. "
                 "--despite-failures with a --note that says why approves it nevertheless"
             )
         self.entries[number] = {
-            "title": STAGES[number].title, "by": by, "date": time.strftime("%Y-%m-%d %H:%M"), "commit": commit,
+            "title": STAGES[number].title, "by": by.strip(), "date": time.strftime("%Y-%m-%d %H:%M"), "commit": commit,
             "note": note, "result": _outcome(report), "files": now,
         }  # fmt: skip
         with atomic_write(self.path, "w") as file:
             json.dump({str(key): entry for key, entry in sorted(self.entries.items())}, file, indent=1)
+
+
+def _check_record(record, kinds, where):
+    """Raise ValueError unless `record` is a mapping with the keys of `kinds`, each of its kind: {key: type}."""
+    if not isinstance(record, dict):
+        raise ValueError(f"{where} has to be a mapping, not {shown(record)}")
+    for key, kind in kinds.items():
+        if not isinstance(record.get(key), kind):
+            found = shown(record[key]) if key in record else "nothing"
+            raise ValueError(f"{where}: {key} has to be {WORDS[kind]}, found {found}")
+    for name, content in record.get("files", {}).items():
+        if not isinstance(content, str):
+            raise ValueError(f"{where}: files: {shown(name)} has to be text, found {shown(content)}")
 
 
 def _outcome(report):

@@ -1,23 +1,102 @@
 """Command lines: those of train.py as lists of words, and how the tools that start it read their own."""
 
+import argparse
 import difflib
+import hashlib
 import logging
 import shlex
 import signal
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 from utils.config.flags import TRAIN_FLAGS
-from utils.config.options import explicit_options, train_parser
+from utils.config.options import check_ranges, check_values, explicit_options, train_parser
+from utils.run.entry import refuse
+from utils.system.files import check_can_be_made, check_file
+from utils.system.folder_lock import own
+
+# Options of train.py that belong to the tool which starts it, and why.
+OF_THE_TOOL = {
+    "evolve": "a search is many trainings",
+    "resume": "every run starts anew",
+    "project": "the tool says where its runs lie",
+    "name": "the tool says where its runs lie",
+    "exist_ok": "the tool says where its runs lie",
+    "local_rank": "every run is one process",
+}
 
 
-def train_words(text, where):
-    """The words of a command line of train.py that came as `text` from the option `where`, checked."""
+FILES = ("data", "hyp", "cfg", "head_config")  # options that name a text file
+
+
+def split(text, where):
+    """The words of `text`, which came from the option `where`."""
     try:
-        words = shlex.split(text)
+        return shlex.split(text)
     except ValueError as error:
         raise ValueError(f"{where} {text!r}: {error}") from error
+
+
+def train_words(text, where, refused=OF_THE_TOOL):
+    """The words of a command line of train.py that came as `text` from the option `where`, checked."""
+    words = split(text, where)
     check_arguments(words, where)
+    check_names(words, where, refused)
     return words
+
+
+def check_names(words, where, refused=OF_THE_TOOL):
+    """Raise ValueError for an option that stands in `words` twice, or is one of `refused` {name: why}."""
+    seen = set()
+    for name in typed_names(words):
+        if name in refused:
+            raise ValueError(f"{where}: {TRAIN_FLAGS[name].name} cannot be given here: {refused[name]}")
+        if name in seen:
+            raise ValueError(f"{where}: {TRAIN_FLAGS[name].name} stands there twice")
+        seen.add(name)
+
+
+def typed_names(words):
+    """The options (their names in the code) that stand in `words`, in their order; twice what stands there twice."""
+    names = []
+
+    class Found(argparse.Namespace):
+        def __setattr__(self, name, value):
+            names.append(name)
+            super().__setattr__(name, value)
+
+    explicit_options(train_parser(), list(words), Found())
+    return names
+
+
+def check_run(words, where, check=check_values):
+    """Raise ValueError when train.py would refuse the values of its command line `words`, or miss a file of it."""
+    options = train_parser().parse_args(list(words))
+    typed = explicit_options(train_parser(), list(words))
+    try:
+        check(options)
+        for name in FILES:
+            check_file(typed.get(name, ""))
+        if options.weights and not Path(options.weights).is_file():
+            raise ValueError(f"--weights {options.weights} does not exist")
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def check_shared(words, where):
+    """As `check_run` of what several runs share: how its values agree is told when those of each run are known."""
+    check_run(words, where, lambda options: check_ranges(options, TRAIN_FLAGS))
+
+
+def fingerprints(words):
+    """{option: hash} of the contents of the files that a command line of train.py names."""
+    options, found = train_parser().parse_args(list(words)), {}
+    for name in FILES:
+        with suppress(ValueError):  # a file that is not there
+            if path := check_file(getattr(options, name)):
+                found[name] = hashlib.sha1(Path(path).read_bytes()).hexdigest()
+    return found
 
 
 def check_arguments(words, where):
@@ -73,8 +152,15 @@ def parse(parser, words, names, defaults=None):
     return parser.parse_args(bound, defaults)
 
 
+def open_folder(folder, name):
+    """Make the folder that the option `name` says, and own it; ValueError when that is impossible."""
+    check_can_be_made(folder, name)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    own(folder, f"choose another {name}")
+
+
 def run_tool(main, options, level=logging.INFO, layout="%(message)s", interrupted="interrupted"):
-    """Call main(options) and leave the process with the status that it returns; a ValueError is one line, no traceback.
+    """Call main(options) and leave the process with the status that it returns; 2 and one line for wrong input.
 
     SIGTERM ends the process as an interruption does, so that the training that it started ends too.
     """
@@ -82,7 +168,7 @@ def run_tool(main, options, level=logging.INFO, layout="%(message)s", interrupte
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         sys.exit(main(options))
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    except (ValueError, OSError) as error:
+        sys.exit(refuse(error))
     except KeyboardInterrupt:
         sys.exit(interrupted)

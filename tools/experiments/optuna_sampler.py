@@ -3,10 +3,12 @@
 A restart needs no data base: a new study is told what has ended, from the table and the run folders.
 """
 
+import logging
 import math
 
 from tools.experiments.runner import MAP50
 
+logger = logging.getLogger(__name__)
 INSTALL = "--sampler tpe needs Optuna, which is not installed: pip install optuna"
 
 
@@ -32,6 +34,10 @@ class OptunaSampler:
         if isinstance(low, int) and isinstance(high, int) and isinstance(step or 1, int):
             return kinds.IntDistribution(low, high, log=log, step=step or 1)
         return kinds.FloatDistribution(float(low), float(high), log=log, step=step)
+
+    def name(self, trial_id):
+        """How a message calls a trial."""
+        return f"trial {trial_id}"
 
     def begin(self, trial_id, table):
         """The overrides of the next trial; None when it has ended already."""
@@ -68,8 +74,11 @@ class OptunaSampler:
         sampler = self.optuna.samplers.TPESampler(seed=self.seed + len(table.trials))
         pruner = self.optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=1)
         self.study = self.optuna.create_study(direction="maximize", sampler=sampler, pruner=pruner)
-        for _, trial in sorted(table.trials.items()):
-            self.study.add_trial(self._frozen(trial))
+        for trial_id, trial in sorted(table.trials.items()):
+            try:
+                self.study.add_trial(self._frozen(trial))
+            except (ValueError, StopIteration):  # the space was another one then
+                logger.warning("%s: trial %d lies outside of the space, and is not learned from", table.path, trial_id)
 
     def _frozen(self, trial):
         outcome = self._outcome(trial)

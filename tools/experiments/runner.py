@@ -18,8 +18,10 @@ from pathlib import Path
 
 import yaml
 
+from utils.config.data_yaml import read_yaml
 from utils.loggers.monitor import ResourceMonitor, Usage, gpu_name
 from utils.system.files import PROJECT_ROOT
+from utils.system.folder_lock import check_free
 
 TRAIN = [sys.executable, str(PROJECT_ROOT / "train.py")]
 LOG = "output.log"  # in the run folder: what the process printed
@@ -90,6 +92,7 @@ def run_training(
     main one, which no interruption reaches, they end when `stop` (an Event) is set.
     """
     folder = Path(folder)
+    check_free(folder, "end it")
     folder.mkdir(parents=True, exist_ok=True)
     place = []
     if "--resume" not in arguments:  # such a run continues where it is
@@ -154,7 +157,7 @@ def read_rows(folder: str | Path) -> list[dict[str, float]]:
     path = Path(folder) / "results.csv"
     if not path.is_file():
         return []
-    with path.open(newline="", encoding="utf-8") as file:
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
         lines = file.read().split("\n")[:-1]  # what comes after the last line end is still being written
     rows = []
     for row in csv.DictReader(lines, restval=None):
@@ -248,7 +251,7 @@ def resume_arguments(folder):
 
 def write_hyp(base, changes, path):
     """A hyper-parameter file with the values of the file `base` and the `changes` {name: value}."""
-    content = yaml.safe_load(Path(base).read_text(encoding="utf-8")) or {}
+    content = read_yaml(base)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(yaml.safe_dump(content | changes, sort_keys=False), encoding="utf-8")
     return path

@@ -8,27 +8,26 @@ import csv
 import json
 import logging
 import math
+import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tools.experiments import command_line, runner
+from tools.experiments import runner
+from tools.experiments.overrides import trial_arguments, trial_options
 from tools.experiments.runner import LOSS, MAP50
-from utils.config.data_yaml import read_yaml
-from utils.config.flags import TRAIN_FLAGS
-from utils.config.hyp import HYPER_PARAMETERS
 from utils.config.options import train_parser
 from utils.plots.style import FAINT, PALETTE, new_figure, save_figure, set_title, whole_numbers
-from utils.system.files import atomic_write, check_file
+from utils.system.files import atomic_write, read_json, read_text, shown
+from utils.system.folder_lock import check_free, own
 
 logger = logging.getLogger(__name__)
 
 COLUMNS = ("trial_id", "status", "final_map", "final_loss", "seconds")
 STATUSES = ("completed", "eliminated", "failed")
-# What a trial may not set, because the run folders belong to the trials.
-RESERVED = {"project", "name", "exist_ok", "resume", "evolve", "hyp"}
 EMPTY = '""'  # an empty text in the table
-PARAMETERS = "trial.json"  # in the folder of a trial: its overrides, known before it starts
+# In the folder of a trial, beside its checkpoints, which continue only what they belong to: its overrides.
+PARAMETERS = "weights/trial.json"
 
 
 @dataclass
@@ -44,56 +43,6 @@ class Trial:
     seconds: float
     curve: list = field(default_factory=list)
     message: str = ""
-
-
-@dataclass(frozen=True)
-class Budget:
-    """What every trial is given; None leaves the base command line as it is. `subset` in images, `size` in pixels."""
-
-    epochs: int | None = None
-    subset: int | None = None
-    size: int | None = None
-
-    def overrides(self):
-        """As overrides of train.py."""
-        values = {"epochs": self.epochs, "subset_size": self.subset, "img_size": self.size and [self.size, self.size]}
-        return {name: value for name, value in values.items() if value is not None}
-
-
-# ---- what is asked for -----------------------------------------------------------------------------------------------
-
-
-def read_trials(path):
-    """The list of override dicts in a JSON file; ValueError for anything else."""
-    try:
-        trials = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
-    if not isinstance(trials, list) or not trials or not all(isinstance(trial, dict) for trial in trials):
-        raise ValueError(f'{path} has to be a list of overrides, such as [{{"hyp.lr0": 0.01}}, {{"batch_size": 32}}]')
-    for index, trial in enumerate(trials):
-        check_names(trial, f"{path}, trial {index}")
-    return trials
-
-
-def check_names(names, where):
-    """Raise ValueError when a name is neither a hyper-parameter (hyp.NAME) nor an option that a trial may set."""
-    known = TRAIN_FLAGS.keys() - RESERVED | {f"hyp.{name}" for name in HYPER_PARAMETERS}
-    for name in names:
-        if name not in known:
-            raise ValueError(f"{where}: nothing called {name!r} can be set{command_line.did_you_mean(name, known)}")
-
-
-def trial_arguments(base, params, budget, folder):
-    """The command line (words) of a trial; hyper-parameters that it changes go to trial_hyp.yaml in `folder`."""
-    options = {name: value for name, value in params.items() if not name.startswith("hyp.")}
-    changes = {name.removeprefix("hyp."): value for name, value in params.items() if name.startswith("hyp.")}
-    if changes:
-        source = check_file(train_parser().parse_args(base).hyp)
-        options["hyp"] = str(runner.write_hyp(source, changes, Path(folder) / "trial_hyp.yaml"))
-    return command_line.override(base, budget.overrides() | options)
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
@@ -112,18 +61,23 @@ class TrialTable:
 
     @classmethod
     def open(cls, output_dir, settings, fresh=False):
-        """Continue the newest table in `output_dir` that was made with these settings, or begin one."""
+        """Continue the newest table in `output_dir` that was made with these settings, or begin one.
+
+        This process owns it then. Raises ValueError when another one does, or the table is damaged.
+        """
         tables = sorted(Path(output_dir).glob("trials_*.csv"), reverse=True)
         for path in tables if not fresh else ():
-            if _read_json(path.with_suffix(".json")) == settings:
+            if _agree(_read_json(path.with_suffix(".json")), settings):
                 table = cls(path, settings)
+                table.folder.mkdir(exist_ok=True)
+                own(table.folder, "choose another --output-dir, or begin anew with --fresh")
                 table._load()
                 logger.info("continuing %s: %d trials have ended", path, len(table.trials))
                 return table
         if tables and not fresh:
-            logger.warning("%s was made with other arguments; a new table is begun", tables[0])
-        table = cls(_free_name(Path(output_dir)), settings)
-        table.folder.mkdir(parents=True)
+            logger.warning("%s was made with other arguments or files; a new table is begun", tables[0])
+        table = cls(_new_table(Path(output_dir)), settings)
+        own(table.folder, "choose another --output-dir")
         with atomic_write(table.path.with_suffix(".json"), "w") as file:
             json.dump(settings, file, indent=1)
         table.save()
@@ -134,7 +88,22 @@ class TrialTable:
 
     def unfinished(self, trial_id):
         """The overrides of a trial that was interrupted; None when there is none."""
-        return _read_json(self.folder_of(trial_id) / PARAMETERS)
+        params = _read_json(self.folder_of(trial_id) / PARAMETERS)
+        return params if isinstance(params, dict) else None
+
+    def claim(self, trial_id, params):
+        """Make the folder of a trial its own, and return it.
+
+        What another trial left there goes, for instance one of this number that has been edited since.
+        """
+        folder = self.folder_of(trial_id)
+        check_free(folder, "end it")
+        if _same_text(self.unfinished(trial_id)) != _same_text(params):
+            shutil.rmtree(folder, ignore_errors=True)
+            (folder / PARAMETERS).parent.mkdir(parents=True)
+            with atomic_write(folder / PARAMETERS, "w") as file:  # before the first checkpoint is written
+                json.dump(params, file)
+        return folder
 
     def add(self, trial):
         self.trials[trial.trial_id] = trial
@@ -160,13 +129,28 @@ class TrialTable:
                 writer.writerow([trial.trial_id, trial.status, *numbers, *params])
 
     def _load(self):
-        with self.path.open(newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                trial_id = int(row["trial_id"])
-                params = {name[6:]: value for name, value in row.items() if name.startswith("param_") and value != ""}
-                curve = [epoch.get(MAP50, math.nan) for epoch in runner.read_rows(self.folder_of(trial_id))]
-                numbers = [float(row[name]) if row[name] else None for name in ("final_map", "final_loss", "seconds")]
-                self.trials[trial_id] = Trial(trial_id, params, row["status"], *numbers, curve)
+        try:
+            rows = csv.DictReader(read_text(self.path).splitlines(), strict=True)
+            if missing := [name for name in COLUMNS if name not in (rows.fieldnames or ())]:
+                raise ValueError(f"it lacks the columns {', '.join(missing)}")
+            for number, row in enumerate(rows, 2):
+                trial = self._trial(row)
+                if trial.trial_id in self.trials:
+                    raise ValueError(f"line {number}: trial {trial.trial_id} stands there twice")
+                self.trials[trial.trial_id] = trial
+        except (OSError, ValueError, TypeError, AttributeError, csv.Error) as error:  # those between: a row is too long
+            raise ValueError(f"{self.path} is damaged ({error}); correct it, or begin anew with --fresh") from error
+
+    def _trial(self, row):
+        trial_id, status = int(row["trial_id"]), row["status"]
+        if trial_id < 0 or status not in STATUSES:
+            raise ValueError(f"trial {trial_id} with the status {shown(status)}")
+        params = {name[6:]: value for name, value in row.items() if name.startswith("param_") and value != ""}
+        curve = [epoch.get(MAP50, math.nan) for epoch in runner.read_rows(self.folder_of(trial_id))]
+        final_map, final_loss, seconds = (
+            float(row[name]) if row[name] else None for name in ("final_map", "final_loss", "seconds")
+        )
+        return Trial(trial_id, params, status, final_map, final_loss, seconds or 0.0, curve)
 
     def ranking(self):
         """Best mAP first: completed trials, then eliminated ones, then those that failed."""
@@ -187,16 +171,30 @@ def _text(number):
 
 def _read_json(path):
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json(path)
+    except ValueError:
         return None
 
 
-def _free_name(folder):
-    """trials_<timestamp>.csv that does not exist yet."""
-    while (path := folder / f"trials_{time.strftime('%Y%m%d_%H%M%S')}.csv").exists():
-        time.sleep(0.2)
-    return path
+def _agree(before, settings):
+    """Whether a table was made with the same settings; tables of earlier versions kept fewer."""
+    return isinstance(before, dict) and bool(before) and all(settings.get(key) == before[key] for key in before)
+
+
+def _same_text(params):
+    """Text that is equal for equal overrides only: in Python 1 is equal to true, and NaN to nothing."""
+    return json.dumps(params, sort_keys=True)
+
+
+def _new_table(folder):
+    """The path trials_<timestamp>.csv of a new table, whose run folder, which nobody has, is made here."""
+    while True:
+        path = folder / f"trials_{time.strftime('%Y%m%d_%H%M%S')}.csv"
+        try:
+            path.with_suffix("").mkdir(parents=True)
+            return path
+        except FileExistsError:
+            time.sleep(0.2)
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
@@ -222,24 +220,27 @@ class Elimination:
         return f"mAP@.5 {rows[-1].get(MAP50, 0.0):.4f} after epoch {epoch} is {behind:.4f} below the best trial's"
 
 
-def run_trial(table, trial_id, params, base, budget, checks):
+def run_trial(table, trial_id, params, base, budget, checks, where="trial"):
     """Run a trial, or continue it where an interruption left it, and add it to the table; returns the Trial.
 
     Each of `checks` is called with the rows of results.csv after an epoch and may give a reason to eliminate the trial.
+    A trial that cannot be has failed; its message begins with `where`.
     """
-    folder = table.folder_of(trial_id)
-    as_json = json.dumps(params)
-    resumed = runner.resume_arguments(folder) if table.unfinished(trial_id) == json.loads(as_json) else None
-    folder.mkdir(parents=True, exist_ok=True)
-    with atomic_write(folder / PARAMETERS, "w") as file:
-        file.write(as_json)
+    try:
+        words, _ = trial_options(base, params, budget, where)
+    except ValueError as error:
+        trial = Trial(trial_id, params, "failed", None, None, 0.0, [], str(error))
+        table.add(trial)
+        return trial
+    folder = table.claim(trial_id, params)
+    resumed = runner.resume_arguments(folder)
     before = sum(row.get("seconds", 0) for row in runner.read_rows(folder)) if resumed else 0.0
     if resumed:
         logger.info("trial %d continues after an interruption", trial_id)
-    epochs = budget.epochs or train_parser().parse_args(base).epochs
+    epochs = train_parser().parse_args(words).epochs
 
     def watch(rows):
-        if len(rows) >= params.get("epochs", epochs):
+        if len(rows) >= epochs:
             return None  # it is about to end by itself
         return next((reason for check in checks if (reason := check(rows))), None)
 
@@ -251,34 +252,6 @@ def run_trial(table, trial_id, params, base, budget, checks):
     trial = Trial(trial_id, params, status, run.last(MAP50), run.last(LOSS), before + run.seconds, curve, run.message)
     table.add(trial)
     return trial
-
-
-# ---- a space to search -----------------------------------------------------------------------------------------------
-
-
-def read_space(path):
-    """{name: {low, high, log, step} or {choices}} from a yaml file, checked; whole numbers stay whole."""
-    space = read_yaml(path)
-    check_names(space, path)
-    return {name: _dimension(name, entry, path) for name, entry in space.items()}
-
-
-def _dimension(name, entry, path):
-    if isinstance(entry, dict) and isinstance(entry.get("choices"), list) and entry["choices"]:
-        return {"choices": entry["choices"]}
-    try:
-        low, high = (_number(entry[key]) for key in ("low", "high"))
-        step, log = entry.get("step"), bool(entry.get("log", False))
-    except (TypeError, KeyError, ValueError):
-        raise ValueError(f"{path}: {name} needs either choices: [...] or the numbers low and high") from None
-    if not low < high or (log and low <= 0) or (log and step is not None):
-        raise ValueError(f"{path}: {name}: low has to be below high, above 0 with log, and log goes without step")
-    return {"low": low, "high": high, "log": log, "step": None if step is None else _number(step)}
-
-
-def _number(value):
-    """A YAML scalar as a number; YAML itself reads 1e-3 (without a dot) as text."""
-    return value if isinstance(value, (int, float)) else float(value)
 
 
 # ---- the end ---------------------------------------------------------------------------------------------------------

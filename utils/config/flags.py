@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from utils.config.limits import SEED, SHARE, SHARE_BELOW_ONE, SIDE, Range, at_least
+from utils.system.files import shown
 
 # What --resume does with a flag that is typed again:
 KEPT = "kept"  # the value of the run holds; the typed one is ignored, with a warning
@@ -65,6 +66,33 @@ class Flag:
     def is_reported(self) -> bool:
         """Whether --resume logs that the value is another one than the checkpoint's."""
         return self.resume in (STAYS, MACHINE)
+
+    def check(self, value: object, where: str) -> None:
+        """Raise ValueError, which begins with `where` (file and key), unless the command line could give this `value`.
+
+        For values of files that a person can edit: of the right type, one of the choices, and within the range.
+        """
+        if value is None and self.default is None or self.nargs == "?" and (value is False or value is self.const):
+            return
+        if self.nargs == "+":
+            if not isinstance(value, list) or not value:
+                raise ValueError(f"{where} has to be a list such as {self.default}, not {shown(value)}")
+        elif self.choices and value not in self.choices:
+            choices = ", ".join(f"'{choice}'" for choice in self.choices)
+            raise ValueError(f"{where} has to be one of {choices} (in quotes), not {shown(value)}")
+        kind, wanted = self._kind()
+        for item in value if self.nargs == "+" and isinstance(value, list) else [value]:
+            if not isinstance(item, kind) or (isinstance(item, bool) and kind is not bool):
+                whole = "whole " if isinstance(item, float) and kind is int else ""
+                raise ValueError(f"{where} has to be {wanted.format(whole)}, not {shown(item)}")
+            if self.range:
+                self.range.check(where, item)
+
+    def _kind(self):
+        """The Python type of a value, or of each of several, and what a message calls it."""
+        if self.type:
+            return (int, float) if self.type is float else int, "a {}number"
+        return (bool, "true or false") if self.default is False and not self.nargs else (str, "text, in quotes")
 
     def add_to(self, parser) -> None:
         """Add the flag to a parser, or to a group of one."""

@@ -78,10 +78,9 @@ def load_hyp(path: str | Path) -> dict:
     """
     hyp = read_yaml(path)
     where = printable(path)
-    for key, row in HYPER_PARAMETERS.items():
+    for key in HYPER_PARAMETERS:
         if key in hyp:
-            hyp[key] = _number(hyp[key], key, where)
-            row.range.check(f"{where}: {key}", hyp[key])
+            hyp[key] = checked(key, hyp[key], f"{where}: {key}")
 
     missing = [key for key in DEFAULTS if key not in hyp]
     if missing:
@@ -92,13 +91,20 @@ def load_hyp(path: str | Path) -> dict:
     return hyp | {key: DEFAULTS[key] for key in missing}
 
 
-def _number(value, key, where):
+def checked(key: str, value: object, where: str) -> float:
+    """The value of a hyper-parameter as a number; ValueError, which begins with `where`, unless it is in its range."""
+    number = _number(value, where)
+    HYPER_PARAMETERS[key].range.check(where, number)
+    return number
+
+
+def _number(value, where):
     """A YAML scalar as a number; YAML itself reads 1e-3 (without a dot) as text."""
     number = math.nan if isinstance(value, bool) or not isinstance(value, (int, float, str)) else value
     with suppress(ValueError, OverflowError):  # the second for whole numbers that no float can hold
         if math.isfinite(float(number)):
             return float(number) if isinstance(number, str) else number
-    raise ValueError(f"{where}: {key} has to be a number, not {shown(value)}")
+    raise ValueError(f"{where} has to be a number, not {shown(value)}")
 
 
 def _listing(keys):

@@ -6,6 +6,8 @@ A range bars what cannot work or makes no sense; what is merely unwise is the us
 import math
 from typing import NamedTuple
 
+from utils.system.files import shown
+
 
 class Range(NamedTuple):
     """`low` to `high`, both included unless `open_low` or `open_high`; `whole`: no fractions."""
@@ -20,24 +22,30 @@ class Range(NamedTuple):
         """Raise ValueError when `value`, or a number in the list `value`, lies outside; None and text pass."""
         for number in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(number, (int, float)) and not isinstance(number, bool) and not self.holds(number):
-                raise ValueError(f"{name} {number} is {self.fault(number)}: it has to be {self}")
+                raise ValueError(f"{name} {shown(number)} is {self.fault(number)}: it has to be {self}")
 
     def holds(self, value: float) -> bool:
         """Whether the number `value` is finite and inside."""
         above = value > self.low if self.open_low else value >= self.low
         below = value < self.high if self.open_high else value <= self.high
-        return above and below and math.isfinite(value) and not (self.whole and value % 1)
+        return above and below and _fits(value) and not (self.whole and value % 1)
 
     def fault(self, value: float) -> str:
         """What is wrong with a `value` that the range does not hold."""
         if value < self.low or (self.open_low and value == self.low):
             return "too small"
-        return "too large" if value >= self.high else "not usable"
+        if value >= self.high:
+            return "too large"
+        return "not usable" if _fits(value) or isinstance(value, float) else "too large for 64 bits"
 
     def __str__(self):
         low = "" if self.low == -math.inf else f"{'above' if self.open_low else 'at least'} {self.low:g}"
         high = "" if self.high == math.inf else f"{'below' if self.open_high else 'at most'} {self.high:g}"
         return f"{'a whole number, ' if self.whole else ''}{' and '.join(filter(None, (low, high)))}"
+
+
+def _fits(value):
+    return math.isfinite(value) if isinstance(value, float) else abs(value) < 2**63
 
 
 def at_least(low: float) -> Range:

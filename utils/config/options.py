@@ -8,13 +8,14 @@ import yaml
 
 from utils.config import resize_schedule
 from utils.config.data_yaml import read_yaml
-from utils.config.flags import IDLE, TEST_FLAGS, TRAIN_FLAGS
+from utils.config.flags import IDLE, TEST_FLAGS, TRAIN_FLAGS, Flag
 from utils.system.files import atomic_write, shown
 
 logger = logging.getLogger(__name__)
 
-# Written to opt.yaml, but facts about one start of a run and no flags.
-RUNTIME_KEYS = {"save_dir", "total_batch_size", "world_size", "global_rank"}
+# Written to opt.yaml, but facts about one start of a run and no flags. What is relative in the options, in the data
+# yaml and in lists of images, counts from working_dir.
+RUNTIME_KEYS = {"save_dir", "total_batch_size", "world_size", "global_rank", "working_dir"}
 
 
 def train_parser() -> argparse.ArgumentParser:
@@ -37,11 +38,13 @@ def _parser(name, description, flags):
     return parser
 
 
-def explicit_options(parser: argparse.ArgumentParser, arguments: list[str] | None = None) -> dict:
-    """Only what the user typed, as a dict: the same parser without its defaults."""
+def explicit_options(
+    parser: argparse.ArgumentParser, arguments: list[str] | None = None, found: argparse.Namespace | None = None
+) -> dict:
+    """Only what the user typed, as a dict: the same parser without its defaults. `found` takes the values up."""
     for action in parser._actions:
         action.default = argparse.SUPPRESS
-    return vars(parser.parse_known_args(arguments)[0])
+    return vars(parser.parse_known_args(arguments, found)[0])
 
 
 def check_train_options(opt: argparse.Namespace) -> None:
@@ -50,6 +53,11 @@ def check_train_options(opt: argparse.Namespace) -> None:
         raise ValueError("give --cfg (a model yaml) or --weights (a checkpoint): there is nothing to train")
     if opt.transfer_weights and not opt.weights:
         raise ValueError("--transfer-weights takes backbone and neck from --weights; give a checkpoint there")
+    check_values(opt)
+
+
+def check_values(opt: argparse.Namespace) -> None:
+    """As `check_train_options`, but what there is to train may still be open."""
     if opt.batch_size == 0:
         raise ValueError("--batch-size 0 is too small: it has to be at least 1, or -1 for what fits the GPU")
     if opt.batch_size == -1 and "," in opt.device:
@@ -57,7 +65,7 @@ def check_train_options(opt: argparse.Namespace) -> None:
     _check_shorter_run(opt)
     if len(opt.img_size) > 2 or min(opt.img_size) < 1:
         raise ValueError(f"--img-size {opt.img_size} has to be one or two positive numbers: training, validation")
-    _check_ranges(opt, TRAIN_FLAGS)
+    check_ranges(opt, TRAIN_FLAGS)
     _check_run_name(opt)
     opt.img_size = [opt.img_size[0], opt.img_size[-1]]
 
@@ -72,7 +80,9 @@ def _check_shorter_run(opt):
     if opt.overfit and opt.resize_schedule:
         raise ValueError("--overfit has one image size; drop --resize-schedule and give --img-size")
     if opt.resize_schedule:
-        final = resize_schedule.parse(opt.resize_schedule).final
+        schedule = resize_schedule.parse(opt.resize_schedule)
+        _check_schedule_ends(schedule, opt)
+        final = schedule.final
         if opt.img_size not in ([640, 640], [final], [final, final]):
             logger.warning(
                 "--img-size %s: with --resize-schedule, validation has its last size, %d", opt.img_size, final
@@ -80,13 +90,26 @@ def _check_shorter_run(opt):
         opt.img_size = [final, final]
 
 
+def _check_schedule_ends(schedule, opt):
+    """A last size that is never trained would be validated all the same; a run that is resumed may be cut short."""
+    start, size = schedule.stages[-1]
+    if start >= opt.epochs:
+        fault = (
+            f"--resize-schedule {shown(opt.resize_schedule)}: {start}:{size} is never reached in {opt.epochs} epochs"
+        )
+        if not opt.resume:
+            raise ValueError(f"{fault}; drop it, or give more --epochs")
+        logger.warning("%s", fault)
+
+
 def check_test_options(opt: argparse.Namespace) -> None:
     """Raise ValueError for a value that no test could use."""
-    _check_ranges(opt, TEST_FLAGS)
+    check_ranges(opt, TEST_FLAGS)
     _check_run_name(opt)
 
 
-def _check_ranges(opt, flags):
+def check_ranges(opt: argparse.Namespace, flags: dict[str, Flag]) -> None:
+    """Raise ValueError for a number that is out of the range of its row."""
     for name, flag in flags.items():
         if flag.range:
             flag.range.check(flag.name, getattr(opt, name, None))
@@ -128,21 +151,28 @@ def plain_values(opt: argparse.Namespace) -> dict:
 def load_options(path: str | Path) -> argparse.Namespace:
     """Options of an earlier run from its opt.yaml; unknown keys are dropped with one warning, missing ones default.
 
-    Raises ValueError when the file is missing, no mapping, or has text where a number belongs.
+    Raises ValueError when the file is missing, no mapping, or has a value that the command line would not take.
     """
+    return read_options(path)[0]
+
+
+def read_options(path: str | Path) -> tuple[argparse.Namespace, dict]:
+    """As `load_options`, and the RUNTIME_KEYS that the file has."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"{path} is missing: a run can only be resumed with the opt.yaml that it wrote")
     stored = read_yaml(path)
-    if "total_batch_size" in stored:  # batch_size is the share of one of that run's processes
-        stored["batch_size"] = stored["total_batch_size"]
     unknown = [key for key in stored if key not in TRAIN_FLAGS and key not in RUNTIME_KEYS]
     if unknown:
         logger.warning("%s: options unknown here are ignored: %s", path, ", ".join(map(str, unknown)))
+    runtime = {key: stored[key] for key in stored if key in RUNTIME_KEYS}
+    for key in ("save_dir", "working_dir"):
+        if not isinstance(runtime.get(key, ""), str):
+            raise ValueError(f"{path}: {key} has to be a folder, in quotes, not {shown(runtime[key])}")
     options = {name: stored.get(name, flag.default) for name, flag in TRAIN_FLAGS.items()}
-    for name, value in options.items():
-        flag = TRAIN_FLAGS[name]
-        numbers = value if isinstance(value, list) else [value]
-        if flag.type and value != flag.default and not all(isinstance(number, (int, float)) for number in numbers):
-            raise ValueError(f"{path}: {name} has to be a number, not {shown(value)}")
-    return argparse.Namespace(**options)
+    for name, flag in TRAIN_FLAGS.items():
+        flag.check(options[name], f"{path}: {name}")
+    if "total_batch_size" in runtime:  # batch_size is the share of one of that run's processes
+        options["batch_size"] = runtime["total_batch_size"]
+        TRAIN_FLAGS["batch_size"].check(options["batch_size"], f"{path}: total_batch_size")
+    return argparse.Namespace(**options), runtime

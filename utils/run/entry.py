@@ -57,12 +57,12 @@ def run(main: Callable[[Namespace], None], opt: Namespace) -> None:
         logging.getLogger("run").info("%s", message)
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
         if is_out_of_memory(error) and os.environ.get("YOLOV7FAST_TRACEBACK") != "1":
-            sys.exit(_refuse(ValueError(out_of_memory(error, opt))))
+            sys.exit(refuse(ValueError(out_of_memory(error, opt))))
         if isinstance(error, RuntimeError) and not str(error).startswith(tuple(MACHINE_FAULTS)):
             raise
         if os.environ.get("YOLOV7FAST_TRACEBACK") == "1":
             raise
-        sys.exit(_refuse(error))
+        sys.exit(refuse(error))
     except KeyboardInterrupt:
         print("interrupted; train.py --resume goes on after the last complete epoch", file=sys.stderr, flush=True)
         sys.exit(130)
@@ -101,7 +101,8 @@ def _report_thread(fault):
         threading.__excepthook__(fault)
 
 
-def _refuse(error):
+def refuse(error: BaseException) -> int:
+    """Print the one sentence about an error that ends the program; returns the exit status."""
     text = printable(_describe(error))
     print(f"error: {text[:MAX_CHARACTERS]}{'...' * (len(text) > MAX_CHARACTERS)}", file=sys.stderr, flush=True)
     return 2

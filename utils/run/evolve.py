@@ -1,6 +1,7 @@
 """Hyper-parameter search by mutation (--evolve): each generation trains once with a mutated copy of a good parent."""
 
 import logging
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import yaml
 from utils.config.hyp import HYPER_PARAMETERS
 from utils.metrics.detection import fitness
 from utils.plots.run import plot_evolution
-from utils.system.files import atomic_write
+from utils.system.files import atomic_write, read_text, split_lines
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ def evolve(train: Callable, hyp: dict, save_dir: str | Path, generations: int) -
                 raise
             logger.warning("generation %d failed and scores 0: %s", generation + 1, error)
             results = (0.0,) * NUM_RESULTS
-        add_row(table, rows, results, candidate, names)
+        add_row(table, results, candidate, names)
         save_best(table, names, hyp, Path(save_dir) / "hyp_evolved.yaml")
     plot_evolution(table, names, save_dir)
     return hyp | dict(zip(names, read_table(table, names)[0, NUM_RESULTS:].tolist(), strict=True))
@@ -50,18 +51,29 @@ def evolve(train: Callable, hyp: dict, save_dir: str | Path, generations: int) -
 def read_table(path, names):
     """Rows [n x (7 + number of names)] of an evolve.txt, best first; empty when there is none.
 
-    Raises ValueError when the file searched other hyper-parameters, or is damaged.
+    Raises ValueError when the file searched other hyper-parameters, is damaged, or has a value that is out of range.
     """
-    if not path.exists():
+    if not os.path.lexists(path):
         return np.zeros((0, NUM_RESULTS + len(names)))
-    titles, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
+    advice = "correct it, move it away or choose another --project"
+    try:
+        titles, *lines = split_lines(read_text(path).rstrip()) or [""]
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); {advice}") from error
     if titles.split()[1 + NUM_RESULTS :] != names:
         raise ValueError(f"{path} searched other hyper-parameters; move it away or choose another --project")
-    shape = len(lines), NUM_RESULTS + len(names)
-    try:
-        return np.array([line.split() for line in lines], dtype=np.float64).reshape(shape)
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}); move it away or choose another --project") from error
+    rows = np.zeros((len(lines), NUM_RESULTS + len(names)))
+    for index, line in enumerate(lines):
+        where = f"{path}:{index + 2}"
+        try:
+            rows[index] = [float(word) for word in line.split()]
+        except ValueError as error:
+            raise ValueError(f"{where} is damaged ({error}); {advice}") from error
+        if np.isnan(rows[index]).any() or not np.isfinite(fitness(rows[index : index + 1])).all():
+            raise ValueError(f"{where} has a score that is no number; {advice}")
+        for name, value in zip(names, rows[index, NUM_RESULTS:].tolist(), strict=True):
+            HYPER_PARAMETERS[name].range.check(f"{where}: {name}", value)
+    return rows[np.argsort(-fitness(rows), kind="stable")]
 
 
 def choose_parent(rows, names, hyp):
@@ -89,10 +101,13 @@ def mutate(parent, names, probability=0.8, sigma=0.2):
     return child
 
 
-def add_row(path, rows, results, hyp, names):
-    """Write evolve.txt with one more row: unique rows, best fitness first."""
+def add_row(path, results, hyp, names):
+    """Add one row to evolve.txt, then put it in order: unique rows, best fitness first.
+
+    The file is read again here, so that nothing is lost that was added to it while the generation trained.
+    """
     new = [float(f"{value:.4g}") for value in results] + [float(f"{hyp[name]:.5g}") for name in names]
-    rows = np.unique(np.vstack([rows, np.nan_to_num(new)]), axis=0)
+    rows = np.unique(np.vstack([read_table(path, names), np.nan_to_num(new)]), axis=0)
     rows = rows[np.argsort(-fitness(rows), kind="stable")]
     titles = ["#", "P", "R", "mAP@.5", "mAP@.5:.95", "box", "obj", "cls", *names]
     lines = [" ".join(titles), *("".join(f"{value:>12.5g}" for value in row) for row in rows)]

@@ -10,7 +10,7 @@ from utils.config.flags import KEPT, STAYS, TRAIN_FLAGS
 from utils.config.options import (
     check_train_options,
     explicit_options,
-    load_options,
+    read_options,
     save_options,
     train_parser,
     warn_about_idle_options,
@@ -20,27 +20,34 @@ from utils.engine.checkpoint_reader import full_state_path, read_checkpoint
 from utils.run.entry import NothingToDo
 from utils.system.distributed import Ranks
 from utils.system.files import check_can_be_made, check_file, increment_path, remove_leftovers
+from utils.system.folder_lock import check_free, own
 
 logger = logging.getLogger(__name__)
+OTHER_FOLDER = "choose another --name or --project"
 
 
 def prepare_train_options(opt: Namespace, ranks: Ranks) -> Namespace:
-    """Complete the options of a new or resumed run: files found, batch divided among processes. Nothing is written yet.
+    """Complete the options of a new or resumed run: files found, batch divided among processes.
 
-    Adds world_size, global_rank and total_batch_size, and save_dir, which stays empty until `open_run_folder`;
-    batch_size becomes the share of one process.
-    Raises ValueError for values that no run could use, NothingToDo for a finished run.
+    Nothing is written yet, but the folder of a run that is resumed is locked.
+    Adds world_size, global_rank and total_batch_size, working_dir (the folder that relative paths count from, which the
+    caller has to enter), and save_dir, which stays empty until `open_run_folder`; batch_size becomes the share of one
+    process.
+    Raises ValueError for values that no run could use and for a folder in use, NothingToDo for a finished run.
     """
     if opt.resume:
-        opt = resumed_options(opt)
+        opt = resumed_options(opt, ranks)
     else:
         check_train_options(opt)
         opt.data, opt.hyp = (str(check_file(path)) for path in (opt.data, opt.hyp))
         opt.cfg = str(check_file(opt.cfg)) if opt.cfg else ""
-        opt.save_dir = ""
+        opt.save_dir, opt.working_dir = "", os.getcwd()
         check_can_be_made(Path(opt.project))
         if opt.evolve:  # a search wants one score a run, and no files
             opt.notest = opt.nosave = True
+        folder, may_exist = _wanted_folder(opt)
+        if ranks.is_main and may_exist:
+            check_free(folder, OTHER_FOLDER)
     if opt.evolve and ranks.is_distributed:
         raise ValueError("--evolve runs in a single process; start it without a launcher")
     warn_about_idle_options(opt)
@@ -61,25 +68,38 @@ def open_run_folder(opt: Namespace, ranks: Ranks) -> None:
     """
     if ranks.is_main and opt.resume:
         path = Path(opt.save_dir) / "opt.yaml"
-        names = ["total_batch_size", "world_size", *(key for key, flag in TRAIN_FLAGS.items() if flag.resume == STAYS)]
+        names = [
+            "total_batch_size",
+            "world_size",
+            "working_dir",
+            *(key for key, flag in TRAIN_FLAGS.items() if flag.resume == STAYS),
+        ]
         save_options(Namespace(**read_yaml(path) | {name: getattr(opt, name) for name in names}), path)
     elif ranks.is_main and not opt.save_dir:
-        name = "evolve" if opt.evolve else opt.name
-        opt.save_dir = str(increment_path(Path(opt.project) / name, exist_ok=opt.exist_ok or bool(opt.evolve)))
+        folder, may_exist = _wanted_folder(opt)
+        opt.save_dir = str(increment_path(folder, exist_ok=may_exist))
+        own(opt.save_dir, OTHER_FOLDER)
     for folder in (Path(opt.save_dir), Path(opt.save_dir) / "weights") if ranks.is_main else ():
         remove_leftovers(folder)
 
 
-def resumed_options(opt: Namespace) -> Namespace:
+def _wanted_folder(opt):
+    """The folder that a new run asks for, and whether it may exist already."""
+    return Path(opt.project) / ("evolve" if opt.evolve else opt.name), opt.exist_ok or bool(opt.evolve)
+
+
+def resumed_options(opt: Namespace, ranks: Ranks) -> Namespace:
     """Options of the run that `opt.resume` names (True: the newest one), which continues in the folder it is in now."""
     last = Path(os.path.abspath(opt.resume if isinstance(opt.resume, str) else newest_checkpoint()))
     run = last.parent.parent
+    if ranks.is_main and (run / "opt.yaml").is_file():  # before its checkpoint is read, or a living run writes another
+        own(run, "start a new run with --weights")
     checkpoint = read_checkpoint(last)
     if checkpoint.optimizer is None and full_state_path(last).exists():
         last = full_state_path(last)
         checkpoint = read_checkpoint(last)
 
-    old = load_options(run / "opt.yaml")
+    old, started = read_options(run / "opt.yaml")
     typed = explicit_options(train_parser())
     ignored = sorted(name for name in typed if TRAIN_FLAGS[name].resume == KEPT)
     if ignored:
@@ -89,12 +109,57 @@ def resumed_options(opt: Namespace) -> Namespace:
     if checkpoint.optimizer is None or checkpoint.epoch is None:
         raise NothingToDo(f"{last} is finished and holds no training state: start a new run with --weights {last}")
     _refuse_finished(checkpoint, old, run)
+    old.resume = True
     check_train_options(old)
-    old.cfg, old.weights, old.resume, old.save_dir = "", str(last), True, str(run)
-    old.data = str(check_file(old.data))
-    old.hyp = old.hyp if Path(old.hyp).is_file() else str(run / "hyp.yaml")
-    logger.info("Resuming %s after epoch %d", run, checkpoint.epoch)
+    old.cfg, old.weights, old.save_dir = "", str(last), str(run)
+    folder = _folder_of_paths(started, run, old.data)
+    if folder is None:
+        folder, old.data = Path.cwd(), _found_from_here(old.data, run)
+        if not Path(old.hyp).is_absolute():  # a namesake may lie here
+            old.hyp = ""
+    old.working_dir = str(folder)
+    old.hyp = old.hyp if (folder / old.hyp).is_file() else str(run / "hyp.yaml")
+    where = "" if folder == Path.cwd() else f"; relative paths count from {folder}"
+    logger.info("Resuming %s after epoch %d%s", run, checkpoint.epoch, where)
     return old
+
+
+def _folder_of_paths(started, run, data):
+    """The folder that the relative paths of a run count from: where it was started, or where that has been moved to.
+
+    `started` are the RUNTIME_KEYS of its opt.yaml, `run` is where its folder is now. A file of an earlier version does
+    not say where it was started, but its save_dir counts from there. None when it cannot be told any more. Raises
+    ValueError when it can be told and `data` is not there: elsewhere there may be a namesake with other images.
+    """
+    known, save_dir = started.get("working_dir"), started.get("save_dir") or ""
+    for folder in filter(None, (known, _moved(known or "", save_dir, run))):
+        if (Path(folder) / data).is_file() and os.path.isdir(folder):
+            return Path(folder)
+    if known and not Path(data).is_absolute():
+        raise ValueError(f"{run / 'opt.yaml'}: {os.path.join(known, data)} does not exist; put it back, or correct "
+                         "data or working_dir in that file")  # fmt: skip
+    return None
+
+
+def _moved(folder, save_dir, run):
+    """Where `folder` is now, if a folder around it and the run was moved as a whole; "" if that cannot be told.
+
+    The end that the old path of the run folder, folder/save_dir, and the new one share was moved.
+    """
+    old, new = list(Path(os.path.normpath(Path(folder, save_dir))).parts), list(run.parts)
+    while old and new and old[-1] == new[-1]:
+        old.pop(), new.pop()
+    if not save_dir or not Path(folder).is_relative_to(Path(*old)):
+        return ""
+    return str(Path(*new, Path(folder).relative_to(Path(*old))))
+
+
+def _found_from_here(data, run):
+    """The data yaml of a run that does not say where it was started, or was started in a folder that is gone."""
+    found = check_file(data)
+    logger.warning("the folder where %s was started is not known or gone: what is relative, such as %s, counts from %s",
+                   run, data, Path.cwd())  # fmt: skip
+    return found
 
 
 def _refuse_finished(checkpoint, opt, run):

@@ -1,6 +1,7 @@
 """Files and folders: find them, number run folders, write whole files or nothing, read text of any origin."""
 
 import codecs
+import json
 import logging
 import os
 import re
@@ -96,13 +97,13 @@ def increment_path(path, exist_ok=False):
     return path
 
 
-def check_can_be_made(folder):
+def check_can_be_made(folder, option="--project"):
     """Raise ValueError when `folder` neither exists nor can be made, or cannot be written to; nothing is made."""
     existing = next(place for place in (Path(folder).absolute(), *Path(folder).absolute().parents) if place.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         why = "cannot be written to" if existing.is_dir() else "is a file"
         raise ValueError(f"no run folder can be made in {printable(folder)} ({printable(existing)} {why}); "
-                         "choose another --project")  # fmt: skip
+                         f"choose another {option}")  # fmt: skip
 
 
 def _make_next_free(path):
@@ -200,6 +201,27 @@ def read_text(path):
             if not any(zeros) and all(letters):
                 return data.decode(encoding, "replace")
     return data.decode("utf-8", "surrogateescape").replace("\ufeff", "")
+
+
+def read_json(path):
+    """The content of a JSON file that a person may have edited.
+
+    Raises ValueError, which names the file, when it cannot be read, is no JSON, or has a key twice.
+    """
+    try:
+        return json.loads(read_text(path), object_pairs_hook=_unique_keys)
+    except OSError as error:
+        raise ValueError(f"{printable(path)} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # the second for brackets that are nested too deeply
+        raise ValueError(f"{printable(path)} is no JSON: {error}") from error
+
+
+def _unique_keys(pairs):
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"{shown(next(key for key in keys if keys.count(key) > 1))} stands there twice")
+    return content
 
 
 def split_lines(text):

@@ -95,6 +95,78 @@ def test_a_broken_file_of_approvals(project):
             Approvals(project.path, project.reports, project.root)
 
 
+GOOD = {"files": {}, "by": "Ann", "date": "2026-01-01", "commit": "abc"}
+DAMAGED = [
+    "null", "3", "[]", '{"1": null}', '{"1": []}', '{"1": {}}', '{"7": {}}', '{"01": {}}', "[" * 100_000,
+    json.dumps({"1": GOOD})[:-1] + ', "1": {}}',  # twice
+    *(json.dumps({"1": {key: value for key, value in GOOD.items() if key != gone}}) for gone in GOOD),
+    *(json.dumps({"1": GOOD | {key: value}}) for key in GOOD for value in (None, 3, True, [])),
+    json.dumps({"1": GOOD | {"files": {"train.py": 3}}}), json.dumps({"1": GOOD | {"note": 3}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_approvals_that_a_person_has_edited(text, project):
+    project.path.write_text(text)
+    with pytest.raises(ValueError, match="approvals.json is no file of approvals .*; move it away to begin anew"):
+        Approvals(project.path, project.reports, project.root)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"\x80", None])
+def test_approvals_of_any_bytes(content, project):
+    project.path.mkdir() if content is None else project.path.write_bytes(content)
+    with pytest.raises(ValueError, match="is no file of approvals"):
+        Approvals(project.path, project.reports, project.root)
+
+
+def test_approvals_with_a_byte_order_mark(project):
+    approve_in_order(project, 1)
+    project.path.write_bytes(b"\xef\xbb\xbf" + project.path.read_bytes())
+    assert Approvals(project.path, project.reports, project.root).holds(1)
+
+
+REPORT = {"passed": True, "date": "2026-01-01", "findings": [{"status": "passed"}], "files": {}}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        None, [], 3, {}, *({key: REPORT[key] for key in REPORT if key != gone} for gone in REPORT),
+        REPORT | {"passed": "yes"}, REPORT | {"findings": {}}, REPORT | {"findings": [3]}, REPORT | {"findings": [{}]},
+        REPORT | {"findings": [{"status": None}]}, REPORT | {"files": []}, REPORT | {"files": {"a": 1}},
+        REPORT | {"findings": [{"status": "failed"}]}, REPORT | {"findings": [{"status": "not made"}]},
+        REPORT | {"stage": 2}, REPORT | {"findings": [{"status": "splendid"}]},
+    ],
+)  # fmt: skip
+def test_reports_that_a_person_has_edited(content, project):
+    write_report(project, 1)
+    path = project.folder(1) / "report.json"
+    path.write_text(json.dumps(content))
+    assert "report.json is no report of stage 1" in project.describe(1), "the status of the others is told all the same"
+    with pytest.raises(ValueError, match=r"report.json is no report of stage 1 .*; approve.py run 1"):
+        project.approve(1, "Ann", "abc")
+    path.unlink()
+    path.mkdir()
+    assert "cannot be read" in project.describe(1)
+
+
+@pytest.mark.parametrize("by", ["", " ", "\t\n", "\u200b", "--", "..."])
+def test_an_approval_has_a_name(by, project, tool):
+    write_report(project, 1)
+    with pytest.raises(ValueError, match="--by '.*' names nobody; give the name of who has looked at the report"):
+        project.approve(1, by, "abc")
+    with pytest.raises(ValueError, match="names nobody"):
+        tool("approve", "1", f"--by={by}")
+    project.approve(1, " Ann ", "abc")
+    assert project.entries[1]["by"] == "Ann"
+
+
+def test_blanks_are_no_reason(project):
+    write_report(project, 1, passed=False)
+    with pytest.raises(ValueError, match="1 failed; see"):
+        project.approve(1, "Ann", "abc", " ", despite_failures=True)
+
+
 def test_hashes_are_those_of_git(tmp_path):
     path = tmp_path / "x.py"
     path.write_text("a = 1\n")
@@ -275,6 +347,29 @@ def test_options_that_are_not_for_the_runs(text, fault, capsys):
     with pytest.raises(ValueError, match=f"--args.*{fault}"):
         approve.further_words(text)
     assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--img 0", "--img 0 is too small"),
+        ("--batch-size -1", "--batch-size -1 is too small"),
+        ("--workers -1", "--workers -1 is too small"),
+        ("--epochs 0", "--epochs 0 is too small"),
+        ("--subset -1", "--subset -1 is too small"),
+        ("--repeats 0", "--repeats 0 is too small"),
+        ("--data none.yaml", "none.yaml does not exist"),
+        ("--cfg none.yaml", "none.yaml does not exist"),
+        ("--hyp none.yaml", "none.yaml does not exist"),
+        ("--args=--subset-seed=-1", "--args: --subset-seed -1 is too small"),
+        ("--out /dev/null/x", "/dev/null is a file.*choose another --out"),
+    ],
+)
+def test_a_wrong_command_is_refused_before_any_check(words, message, tool, tmp_path, monkeypatch):
+    monkeypatch.setattr(Setup, "prepare", lambda setup: pytest.fail("runs"))
+    with pytest.raises(ValueError, match=message):
+        tool("run", "1", *words.split())
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("at_once", [1, 3])

@@ -54,10 +54,17 @@ def test_a_value_that_looks_like_a_flag_is_a_value():
 
 
 @pytest.mark.parametrize(
-    ("outcome", "code"),
-    [(0, 0), (1, 1), (None, None), (ValueError("x is wrong"), "error: x is wrong"), (KeyboardInterrupt(), "stopped")],
+    ("outcome", "code", "says"),
+    [
+        (0, 0, ""),
+        (1, 1, ""),
+        (None, None, ""),
+        (ValueError("x is wrong"), 2, "error: x is wrong\n"),
+        (IsADirectoryError(21, "Is a directory", "a.json"), 2, "error: a.json: Is a directory\n"),
+        (KeyboardInterrupt(), "stopped", ""),
+    ],
 )
-def test_how_a_tool_ends(outcome, code):
+def test_how_a_tool_ends(outcome, code, says, capsys):
     def main(options):
         if isinstance(outcome, BaseException):
             raise outcome
@@ -69,4 +76,4 @@ def test_how_a_tool_ends(outcome, code):
             command_line.run_tool(main, None, interrupted="stopped")
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert end.value.code == code
+    assert end.value.code == code and capsys.readouterr().err == says

@@ -3,18 +3,20 @@
 import csv
 import json
 import math
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.tools.experiments import test_runner
 from tools import run_trials
 from tools.experiments import runner, trials
 from tools.experiments.optuna_sampler import OptunaSampler
 from tools.experiments.runner import MAP50
-from tools.experiments.trials import Budget, Elimination, Trial, TrialTable
+from tools.experiments.trials import Elimination, Trial, TrialTable
+from utils.system import folder_lock
+from utils.system.files import PROJECT_ROOT
 
 SETTINGS = {"base_args": ["--epochs", "3"]}
 
@@ -27,8 +29,8 @@ def series(tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_SECONDS", "0.2")
     (tmp_path / "hyp.yaml").write_text("lr0: 0.1\nbox: 0.05\n")
 
-    def run(overrides, *more):
-        (tmp_path / "trials.json").write_text(json.dumps(overrides))
+    def run(asked, *more):
+        (tmp_path / "trials.json").write_text(json.dumps(asked))
         line = ["--base-args", f"--hyp {tmp_path / 'hyp.yaml'} --batch-size 2", "--output-dir", str(tmp_path / "out"),
                 "--budget-epochs", "5", "--trials-file", str(tmp_path / "trials.json"), *more]  # fmt: skip
         return run_trials.run(run_trials.parse(line))
@@ -60,7 +62,7 @@ def test_completed_eliminated_and_failed(series):
 
 
 def test_a_restart_continues_where_it_stopped(series, monkeypatch, caplog):
-    overrides = [{"hyp.lr0": 0.2}, {"hyp.lr0": 0.1}, {"hyp.lr0": 0.15}]
+    asked = [{"hyp.lr0": 0.2}, {"hyp.lr0": 0.1}, {"hyp.lr0": 0.15}]
     run_training = runner.run_training
 
     def interrupt(arguments, folder, on_epoch, **options):
@@ -73,11 +75,11 @@ def test_a_restart_continues_where_it_stopped(series, monkeypatch, caplog):
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(runner, "run_training", interrupt)
-        series(overrides)
+        series(asked)
     started = []
     monkeypatch.setattr(runner, "run_training", lambda *a, **k: started.append(a) or run_training(*a, **k))
     caplog.set_level("INFO")
-    table = series(overrides)
+    table = series(asked)
     assert [args[1].name for args in started] == ["trial_001", "trial_002"]
     assert started[0][0][0] == "--resume" and "trial 1 continues after an interruption" in caplog.text
     assert [row["status"] for row in rows_of(table)] == ["completed"] * 3
@@ -85,9 +87,159 @@ def test_a_restart_continues_where_it_stopped(series, monkeypatch, caplog):
     assert len(list(table.path.parent.glob("trials_*.csv"))) == 1
 
     started.clear()
-    series([*overrides[:2], {"hyp.lr0": 0.05}, {}])  # one changed, one new
+    series([*asked[:2], {"hyp.lr0": 0.05}, {}])  # one changed, one new
     assert [args[1].name for args in started] == ["trial_002", "trial_003"]
     assert "trial 2 has changed" in caplog.text
+
+
+def interrupted(series, monkeypatch, *asked):
+    """Begin a series and end it when its first trial has two epochs."""
+    run_training = runner.run_training
+
+    def interrupt(arguments, folder, on_epoch):
+        def watch(rows):
+            if len(rows) >= 2:
+                raise KeyboardInterrupt
+
+        return run_training(arguments, folder, watch)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(runner, "run_training", interrupt)
+        series(list(asked))
+
+
+def commands(monkeypatch):
+    """The command lines of the runs that begin from now on."""
+    run_training, started = runner.run_training, []
+    monkeypatch.setattr(runner, "run_training", lambda *a, **k: started.append(a[0]) or run_training(*a, **k))
+    return started
+
+
+def test_a_trial_that_was_edited_does_not_continue_the_old_one(series, monkeypatch):
+    """Not even if it is itself interrupted before its first checkpoint."""
+    interrupted(series, monkeypatch, {"hyp.lr0": 0.2})
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(runner, "run_training", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
+        series([{"hyp.lr0": 0.1}])
+    started = commands(monkeypatch)
+    table = series([{"hyp.lr0": 0.1}])
+    assert "--resume" not in started[0] and [row["param_hyp.lr0"] for row in rows_of(table)] == ["0.1"]
+    assert table.trials[0].final_map == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("change", ["true for 1", "gone", "list", "cut", "of an earlier version"])
+def test_checkpoints_that_nobody_says_the_trial_of_are_not_continued(change, series, tmp_path, monkeypatch):
+    interrupted(series, monkeypatch, {"hyp.lr0": 0.2, "rect": True})
+    (folder,) = tmp_path.glob("out/*/trial_000")
+    path = folder / "weights" / "trial.json"
+    text = path.read_text()
+    if change in ("gone", "of an earlier version"):
+        path.unlink()
+        if change != "gone":
+            (folder / "trial.json").write_text(text)
+    else:
+        path.write_text({"true for 1": text.replace("true", "1"), "list": "[]", "cut": text[:-3]}[change])
+    started = commands(monkeypatch)
+    series([{"hyp.lr0": 0.2, "rect": True}])
+    assert "--resume" not in started[0]
+
+
+def test_one_wrong_value_costs_one_trial(series, caplog):
+    table = series([{"epochs": "two"}, {"epochs": None}, {"epochs": "2"}, {"hyp.lr0": "0.2"}, {"adam": "yes"}])
+    assert [row["status"] for row in rows_of(table)] == ["failed", "failed", "completed", "completed", "failed"]
+    assert len(table.trials[2].curve) == 2 and table.trials[3].final_map == pytest.approx(1.0)
+    for number, fault in ((0, "epochs has to be a number, not 'two'"), (4, "adam has to be true or false")):
+        assert fault in table.trials[number].message and f"trials.json, trial {number}: {fault}" in caplog.text
+    assert len(series([{"epochs": 1}]).trials[0].curve) == 1, "a trial that was corrected is run"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("trial_id", "x", "invalid literal"), ("trial_id", "-1", "trial -1 with the status"),
+        ("trial_id", "1", "line 3: trial 1 stands there twice"), ("status", "done", "with the status 'done'"),
+        ("final_map", "high", "could not convert"), ("seconds", "[]", "could not convert"),
+    ],
+)  # fmt: skip
+def test_a_table_that_a_person_has_edited(name, text, message, tmp_path):
+    table = TrialTable.open(tmp_path, SETTINGS)
+    for number in (0, 1):
+        table.add(Trial(number, {"adam": True}, "completed", 0.5, 1.0, 2.0))
+    titles, first, second = table.path.read_text().splitlines()
+    cells = first.split(",")
+    cells[titles.split(",").index(name)] = text
+    table.path.write_text("\n".join([titles, ",".join(cells), second]))
+    with pytest.raises(
+        ValueError, match=f"{table.path} is damaged .*{message}.*; correct it, or begin anew with --fresh"
+    ):
+        TrialTable.open(tmp_path, SETTINGS)
+
+
+@pytest.mark.parametrize("content", [b"a,b\n1,2\n", b"\xff\x00\xff", b"trial_id,status\n0,completed,1,2,3,4\n", None])
+def test_a_table_that_is_none(content, tmp_path):
+    path = TrialTable.open(tmp_path, SETTINGS).path
+    path.unlink()
+    path.mkdir() if content is None else path.write_bytes(content)
+    with pytest.raises(ValueError, match="is damaged"):
+        TrialTable.open(tmp_path, SETTINGS)
+
+
+def test_a_table_continues_only_with_the_same_files_from_the_same_folder(series, tmp_path, monkeypatch, caplog):
+    first = series([{}])
+    monkeypatch.chdir(tmp_path)
+    assert series([{}]).path != first.path, "what is relative means something else here"
+    (tmp_path / "hyp.yaml").write_text("lr0: 0.3\n")
+    assert series([{}]).trials[0].final_map == pytest.approx(1.5)
+    assert "was made with other arguments or files" in caplog.text
+
+
+def test_two_series_in_one_table_are_refused(series, tmp_path):
+    table = series([{}])
+    code = "import sys, time; from utils.system.folder_lock import own; own(sys.argv[1], ''); print(1, flush=True)"
+    folder_lock._give_up(table.folder)
+    words = [sys.executable, "-c", f"{code}; time.sleep(600)", str(table.folder)]
+    with subprocess.Popen(words, cwd=PROJECT_ROOT, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        with pytest.raises(ValueError, match=f"is in use: process {other.pid} .* or choose another --output-dir"):
+            series([{}])
+        assert series([{}], "--fresh").path != table.path
+        other.kill()
+    assert series([{}]).trials
+
+
+def test_two_tables_of_one_second_have_two_folders(tmp_path, monkeypatch):
+    monkeypatch.setattr(trials.time, "strftime", lambda form: next(names))
+    names = iter(["a", "a", "a", "b"])
+    assert [TrialTable.open(tmp_path, SETTINGS, fresh=True).path.stem for _ in range(2)] == ["trials_a", "trials_b"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--base-args", "--evolve"], "--base-args: --evolve cannot be given here"),
+        (["--base-args", "--resume x/last.pt"], "--base-args: --resume cannot be given here"),
+        (["--base-args", "--name x"], "--base-args: --name cannot be given here"),
+        (["--base-args", "--exist"], "--base-args: --exist-ok cannot be given here"),
+        (["--base-args", "--epochs 2 --epo 3"], "--base-args: --epochs stands there twice"),
+        (["--base-args", "--hyp 'x"], "--base-args .*No closing quotation"),
+        (["--base-args", "--nonsense"], "--base-args: train.py does not understand"),
+        (["--base-args", "--epochs 0"], "--base-args: --epochs 0 is too small"),
+        (["--base-args", "--hyp none.yaml"], "--base-args: none.yaml does not exist"),
+        (["--budget-epochs", "0"], "--budget-epochs 0 is too small"),
+        (["--budget-size", "-1"], "--budget-size -1 is too small"),
+        (["--budget-subset", "-2"], "--budget-subset -2 is too small"),
+        (["--early-stop-threshold", "nan"], "--early-stop-threshold nan is not usable"),
+        (["--early-stop-grace", "-1"], "--early-stop-grace -1 is too small"),
+        (["--num-trials", "0"], "--num-trials 0 is too small"),
+        (["--sampler-seed", "-1"], "--sampler-seed -1 is too small"),
+        (["--output-dir", "/dev/null/x"], "/dev/null is a file.*choose another --output-dir"),
+    ],
+)
+def test_a_wrong_command_is_refused_before_anything_runs(words, message, series, tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "run_training", lambda *a, **k: pytest.fail("runs"))
+    with pytest.raises(ValueError, match=message):
+        series([{}], *words)
+    assert not (tmp_path / "out").exists()
 
 
 def test_failed_trials_are_repeated_on_request(series):
@@ -131,64 +283,6 @@ def test_elimination_without_rivals():
 
 def test_base_args_of_a_single_flag():
     assert run_trials.parse(["--base-args", "--adam", "--fresh"]).base_args == "--adam"
-
-
-def test_command_line_of_a_trial(tmp_path):
-    (tmp_path / "hyp.yaml").write_text("lr0: 0.1\nbox: 0.05\n")
-    base = ["--hyp", str(tmp_path / "hyp.yaml"), "--epochs", "9", "--adam"]
-    line = trials.trial_arguments(
-        base, {"hyp.lr0": 0.5, "adam": False, "batch_size": 4}, Budget(5, None, 320), tmp_path
-    )
-    hyp = tmp_path / "trial_hyp.yaml"
-    assert line == ["--hyp", str(hyp), "--epochs", "5", "--img-size", "320", "320", "--batch-size", "4"]
-    assert yaml.safe_load(hyp.read_text()) == {"lr0": 0.5, "box": 0.05}
-
-
-def test_a_budget_as_options():
-    assert Budget(5, 100, 320).overrides() == {"epochs": 5, "subset_size": 100, "img_size": [320, 320]}
-    assert Budget().overrides() == {}
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[", "is no JSON"),
-        ("{}", "has to be a list of overrides"),
-        ("[]", "has to be a list of overrides"),
-        ('[{"hyp.lr": 1}]', "trial 0: nothing called 'hyp.lr' can be set; did you mean hyp.lr"),
-        ('[{}, {"name": "x"}]', "trial 1: nothing called 'name' can be set"),
-    ],
-)
-def test_trials_files_that_make_no_sense(tmp_path, text, message):
-    path = tmp_path / "trials.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=message):
-        trials.read_trials(path)
-    with pytest.raises(ValueError, match="cannot be read"):
-        trials.read_trials(tmp_path / "none.json")
-
-
-def test_a_space(tmp_path):
-    path = tmp_path / "space.yaml"
-    path.write_text("hyp.lr0: {low: 1e-4, high: 0.1, log: true}\nbatch_size: {choices: [16, 32]}\n"
-                    "epochs: {low: 2, high: 8, step: 2}\n")  # fmt: skip
-    assert trials.read_space(path) == {
-        "hyp.lr0": {"low": 1e-4, "high": 0.1, "log": True, "step": None},
-        "batch_size": {"choices": [16, 32]},
-        "epochs": {"low": 2, "high": 8, "log": False, "step": 2},
-    }
-
-
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [("3", "needs either choices"), ("{low: 1}", "needs either"), ("{low: 2, high: 1}", "low has to be below high"),
-     ("{low: 0, high: 1, log: true}", "above 0 with log"), ("{low: x, high: 1}", "needs either")],
-)  # fmt: skip
-def test_spaces_that_make_no_sense(tmp_path, entry, message):
-    path = tmp_path / "space.yaml"
-    path.write_text(f"hyp.lr0: {entry}\n")
-    with pytest.raises(ValueError, match=message):
-        trials.read_space(path)
 
 
 def test_tpe_without_optuna(monkeypatch):
