@@ -13,9 +13,10 @@ from pickle import UnpicklingError
 import numpy as np
 import torch
 
-STEPS = 5_000_000  # a training checkpoint of the largest model takes 0.5 million
+STEPS = 2_000_000  # a training checkpoint of the largest model takes 0.5 million
 MAX_BYTES = 64 << 20  # of a pickle; the tensors lie outside of it
 MAX_NUMBER_KEYS = 50_000  # hashes of numbers can be made to collide, those of text cannot
+MAX_NUMBER_KEY = 2**60  # from 2**61 on, numbers share their hashes
 PRICE_OF_TENSOR = 20
 SCALARS = (str, bytes, int, float, bool, type(None))
 
@@ -201,8 +202,8 @@ ALLOWED = _allowed()
 class Unpickler:
     """Reads one pickle after the other from the open binary `file`.
 
-    `open_storage(dtype, key, number)` returns the Storage of so many numbers under that key. Raises UnpicklingError for names that are
-    not allowed and for whatever would take too long, and other errors for damaged files.
+    `open_storage(dtype, key, number)` returns the Storage of so many numbers under that key. Raises UnpicklingError for
+    names that are not allowed and for whatever would take too long, and other errors for damaged files.
     """
 
     def __init__(self, file, open_storage):
@@ -250,8 +251,12 @@ class Unpickler:
         for part in parts:
             if type(part) not in SCALARS:
                 raise UnpicklingError(f"a key that is a {type(part).__name__}")
-            self.number_keys += isinstance(part, (int, float))
-            self.pay(len(part) // 100 if isinstance(part, (str, bytes)) else 1)
+            if isinstance(part, (str, bytes)):
+                self.pay(len(part) // 100)
+                continue
+            self.number_keys += 1
+            if isinstance(part, int) and abs(part) > MAX_NUMBER_KEY:
+                raise UnpicklingError("a key that is a number of many digits")
         if self.number_keys > MAX_NUMBER_KEYS:
             raise UnpicklingError(f"more than {MAX_NUMBER_KEYS} keys that are numbers")
         return key
@@ -356,9 +361,9 @@ class Unpickler:
         self.stack.append(self.read(self.read(1)[0]).decode())
 
     def binpersid(self):
-        kind, storage_type, key, _, number, *view = self.stack.pop()
-        is_storage = kind == "storage" and isinstance(storage_type, StorageType) and view in ([], [None])
-        if not is_storage or type(key) is not str or type(number) is not int or number < 0:
+        kind, storage_type, key, _, number, *view = *self.stack.pop(), None, None, None, None
+        plain = type(kind) is type(key) is str and kind == "storage" and not any(view)
+        if not plain or type(storage_type) is not StorageType or type(number) is not int or number < 0:
             raise UnpicklingError("something that lies outside and is no storage")
         self.stack.append(self.open_storage(storage_type.dtype, key, number))
 
