@@ -1,6 +1,7 @@
 """How large a model is and how long its layers take."""
 
 import logging
+import math
 import time
 from dataclasses import dataclass
 
@@ -8,6 +9,9 @@ import torch
 from torch import nn
 
 logger = logging.getLogger(__name__)
+
+MAX_NUMBERS = 150_000_000  # that all layers put out for one image of 256 x 256; the largest model of the family has 30
+MAX_MACS = 300_000_000_000  # for that image; the largest model of the family needs 18 thousand million
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,48 @@ def count_macs(model, side):
         for module, flag in training.items():
             module.training = flag
     return total
+
+
+class SizeLimit:
+    """Refuses a network, layer by layer and before each runs, that would fill the memory or take minutes an image.
+
+    `numbers` and `macs` are what the layers so far put out and multiplied for one image.
+    """
+
+    def __init__(self):
+        self.numbers, self.macs = 0, 0
+
+    def before(self, layer, x):
+        """Count `layer` for the input `x`, a tensor or a list of them; raises ValueError beyond the limits."""
+        inputs = x if isinstance(x, list) else [x]
+        channels, height, width = inputs[0].shape[1:]
+        largest = sum(tensor.numel() for tensor in inputs)
+        for module in layer.modules():
+            outputs = 0
+            if isinstance(module, nn.Conv2d):
+                outputs = module.out_channels * math.prod(_sides(module, height, width))
+                self.macs += outputs * module.weight[0].numel()
+            elif isinstance(module, (nn.MaxPool2d, nn.AvgPool2d)):
+                outputs = channels * math.prod(_sides(module, height, width))
+                self.macs += outputs * min(math.prod(_pair(module.kernel_size)), height * width)
+            elif isinstance(module, nn.Upsample):
+                scale = _pair(module.scale_factor or 1)
+                outputs = channels * math.prod(_pair(module.size or (height * scale[0], width * scale[1])))
+            largest = max(largest, outputs)
+        self.numbers += largest
+        if self.numbers > MAX_NUMBERS or self.macs > MAX_MACS:
+            raise ValueError("the layers up to this one would fill the memory, or take minutes for one image")
+
+
+def _sides(module, height, width):
+    """At most the height and width that a convolution or pooling puts out."""
+    padding = (0, 0) if isinstance(module.padding, str) else _pair(module.padding)
+    sides = zip((height, width), padding, _pair(module.stride), strict=True)
+    return [(side + 2 * p) // max(stride, 1) + 1 for side, p, stride in sides]
+
+
+def _pair(value):
+    return value if isinstance(value, (tuple, list)) else (value, value)
 
 
 def timed(layer, x):

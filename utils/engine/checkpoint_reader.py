@@ -26,6 +26,7 @@ ATTACHED = ("names", "nc", "hyp", "gr", "class_weights")
 PLAIN_KEYS = {
     "epoch": int, "best_fitness": float, "training_results": str, "optimizer": dict, "updates": int, "scaler": dict,
 }  # fmt: skip
+PLAIN = (str, int, float, list, tuple, dict, type(None))  # what a yaml file can hold
 MAX_ENTRIES = 1_000_000  # values, those counted again that are named again; a large training has 0.1 million
 SPARE_BYTES = 64 << 20  # beyond a multiple of the file's size
 MAX_DEPTH = 60  # containers or layers inside each other
@@ -107,11 +108,16 @@ class Extent:
     def __init__(self, size):
         self.entries, self.bytes = MAX_ENTRIES, 4 * size + SPARE_BYTES
 
-    def add(self, value):
-        """Count a plain value and all that is in it; returns it. Raises ValueError when the limits are exceeded."""
+    def add(self, value, plain=""):
+        """Count a value and all that is in it; returns it. Raises ValueError when the limits are exceeded.
+
+        `plain` is the name of one that may hold only text, numbers, lists and mappings.
+        """
         waiting = [(value, 0)]
         while waiting:
             part, depth = waiting.pop()
+            if plain and not isinstance(part, PLAIN):
+                raise ValueError(f"{plain} of its model holds a {type(part).__name__} where text or numbers are due")
             if isinstance(part, torch.Tensor):
                 self.bytes -= part.numel() * part.element_size()
             elif isinstance(part, (str, bytes)):
@@ -169,10 +175,12 @@ def _stored(model, extent):
         raise ValueError(f"'model' is a {type(model).__name__}, not a model")
     state = _collect(model, "", {}, extent)
     attributes = vars(model)
-    cfg = extent.add(attributes.get("yaml"))
+    cfg = extent.add(attributes.get("yaml"), plain="the yaml")
     if not isinstance(cfg, dict | None):
         raise ValueError("the yaml of its model is no mapping")
     attached = {name: extent.add(attributes[name]) for name in ATTACHED if name in attributes}
+    if not isinstance(extent.add(attached.get("names"), plain="the names"), list | tuple | dict | None):
+        raise ValueError("the names of its model are no list")
     heads = description_in_model(attributes)
     if cfg is not None and heads is not None:
         cfg = cfg | {"head_config": heads}
