@@ -4,91 +4,33 @@
 `ODD` are files of the same make that can be read.
 """
 
-import io
-import pickle
 import struct
 import zipfile
 
 import torch
 from torch import nn
 
+from tests.engine.pickle_code import (
+    REBUILD,
+    archive,
+    dictionary,
+    get,
+    hand_made,
+    legacy,
+    nested_list,
+    nested_tuple,
+    number,
+    numbers,
+    put,
+    saved,
+    storage,
+    tensor,
+    text,
+)  # fmt: skip
 from tests.tiny_model import tiny_model
 from utils.head_config import HeadConfig
 
-END = b"."
 MODEL = b"cmodels.yolo\nModel\n)\x81"  # a new, empty Model
-FLOATS = b"ctorch\nFloatStorage\n"
-REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n"
-
-
-# ---- pickles by hand -------------------------------------------------------------------------------------------------
-
-
-def text(value):
-    raw = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
-    return b"X" + struct.pack("<I", len(raw)) + raw
-
-
-def number(value):
-    if -(2**31) <= value < 2**31:
-        return b"J" + struct.pack("<i", value)
-    raw = pickle.encode_long(value)
-    return b"\x8a" + bytes([len(raw)]) + raw
-
-
-def put(index):
-    return b"r" + struct.pack("<I", index)
-
-
-def get(index):
-    return b"j" + struct.pack("<I", index)
-
-
-def numbers(*values):
-    return b"(" + b"".join(map(number, values)) + b"t"
-
-
-def dictionary(**entries):
-    return b"}(" + b"".join(text(key) + value for key, value in entries.items()) + b"u"
-
-
-def storage(count, key="0", kind=FLOATS):
-    return b"(" + text("storage") + kind + text(key) + text("cpu") + number(count) + b"tQ"
-
-
-def tensor(size, stride, offset=0, count=4, key="0", kind=FLOATS):
-    parts = storage(count, key, kind) + number(offset) + numbers(*size) + numbers(*stride) + b"\x89}"
-    return REBUILD + b"(" + parts + b"tR"
-
-
-def nested_tuple(depth):
-    """A tuple that holds the one before twice, and so on."""
-    return b")" + put(1000) + b"".join(get(1000 + i) + b"\x86" + put(1001 + i) for i in range(depth))
-
-
-def nested_list(depth):
-    """A list of lists, each of which holds the one before twice."""
-    lists = [b"](" + get(1000 + i) * 2 + b"e" + put(1001 + i) for i in range(depth)]
-    return b"](](" + text("x") + b"e" + put(1000) + b"".join(lists) + b"e"
-
-
-def archive(pickled, storages=None, more=(), compressed=zipfile.ZIP_STORED, version=b"3\n"):
-    """The bytes of a .pt file whose data.pkl is given."""
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w", compressed) as packed:
-        packed.writestr("a/data.pkl", b"\x80\x02" + pickled + END)
-        for key, content in (storages if storages is not None else {"0": bytes(16)}).items():
-            packed.writestr(f"a/data/{key}", content)
-        for name, content in more:
-            packed.writestr(name, content)
-        packed.writestr("a/version", version)
-    return file.getvalue()
-
-
-def saved(content, **options):
-    file = io.BytesIO()
-    torch.save(content, file, **options)
-    return file.getvalue()
 
 
 def model(code):
@@ -97,7 +39,7 @@ def model(code):
 
 
 def state(*entries, **places):
-    """The bytes of a state dict of hand-made tensors."""
+    """The bytes of a checkpoint whose model is a state dict of hand-made tensors."""
     return archive(dictionary(model=dictionary(**{f"w{i}": entry for i, entry in enumerate(entries)})), **places)
 
 
@@ -221,44 +163,20 @@ def patched_directory(rng, place, form, value, data=None):
 
 
 def overlapping(rng):
-    """A hundred members that are the same 4 MB of the file."""
+    """A thousand members that are the same 4 MB of the file."""
     count = 1_000_000
-    body = bytes(4 * count)
-    pickled = (
-        b"\x80\x02"
-        + dictionary(model=dictionary(**{f"w{i}": tensor([count], [1], count=count, key=str(i)) for i in range(1000)}))
-        + END
-    )
-    out = io.BytesIO()
-
-    def local(name, content):
-        start = out.tell()
-        out.write(
-            struct.pack("<4s2B4HL2L2H", b"PK\3\4", 20, 0, 0, 0, 0, 0, 0, len(content), len(content), len(name), 0)
-        )
-        out.write(name + content)
-        return start
-
-    entries = [(b"a/data.pkl", local(b"a/data.pkl", pickled), len(pickled))]
-    start = local(b"a/data/0", body)
-    entries += [(f"a/data/{i}".encode(), start, len(body)) for i in range(1000)]
-    directory = b"".join(
-        struct.pack("<4s4B4HL2L5H2L", b"PK\1\2", 20, 0, 20, 0, 0, 0, 0, 0, 0, size, size, len(name), 0, 0, 0, 0, 0, at)
-        + name
-        for name, at, size in entries
-    )
-    begin = out.tell()
-    out.write(directory + struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 1001, 1001, len(directory), begin, 0))
-    return out.getvalue()
+    names = {str(i): f"a/data/{i}".encode() for i in range(1000)}
+    pickled = dictionary(model=dictionary(**{f"w{i}": tensor([count], [1], count=count, key=i) for i in names}))
+    return hand_made([(b"a/data.pkl", pickled), *((name, bytes(4 * count)) for name in names.values())])
 
 
 def twice(rng):
     name = rng.choice(["a/data.pkl", "a/data/0", "a/version"])
-    return archive(GOOD, more=[(name, b"\x80\x02}" + END)])
+    return archive(GOOD, more=[(name, b"\x80\x02}.")])
 
 
 def many_members(rng):
-    return archive(GOOD, more=[(f"a/data/{i}", b"") for i in range(1, 300_000)])
+    return hand_made([(b"a/data.pkl", GOOD), *((f"a/data/{i}".encode(), b"") for i in range(350_000))])
 
 
 def end_of_archive(place, value):
@@ -275,12 +193,6 @@ def large_end(rng):
     long_form = struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, 4, 4, huge, rng.choice([0, huge]))
     locator = struct.pack("<4sLQL", b"PK\6\7", 0, at, 1)
     return data[:at] + long_form + locator + data[at:]
-
-
-def legacy(pickled, tail=b"", keys=b"]"):
-    magic = pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2)
-    system = pickle.dumps({"protocol_version": 1001, "little_endian": True, "type_sizes": {}}, 2)
-    return magic + system + b"\x80\x02" + pickled + END + b"\x80\x02" + keys + END + tail
 
 
 # ---- steps that cost more than they look ----------------------------------------------------------------------------
@@ -435,14 +347,3 @@ def enumerate_names(parts):
 def with_note(value):
     value.note = "kept by torch, and not needed"
     return value
-
-
-def pickle_broken(data, rng, injure):
-    """A .pt file with an injured data.pkl inside an archive that is whole."""
-    with zipfile.ZipFile(io.BytesIO(data)) as packed:
-        content = {name: packed.read(name) for name in packed.namelist()}
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as packed:
-        for name, part in content.items():
-            packed.writestr(name, injure(part, rng) if name.endswith("data.pkl") else part)
-    return file.getvalue()

@@ -7,11 +7,13 @@ than its bytes, because it names one thing many times, is refused before anythin
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
 
 import torch
+from torch import nn
 
 from utils.engine import torch_file
 from utils.engine.file_kind import foreign_kind
@@ -71,7 +73,7 @@ class Checkpoint:
         return self.ema or self.model
 
 
-def read_checkpoint(path):
+def read_checkpoint(path: str | Path) -> Checkpoint:
     """Read a .pt file (a training checkpoint, a pickled model, or a state dict) on the CPU without running its code.
 
     Raises ValueError, naming the file, when it is missing, damaged, something else, or contains other names than
@@ -80,6 +82,7 @@ def read_checkpoint(path):
     path = Path(path)
     if not path.is_file():
         reason = "this is a folder, " if path.is_dir() else ""
+        reason += "the unpacked content of a .pt file, " if (path / "data.pkl").exists() else ""
         raise ValueError(f"{path}: no such checkpoint; {reason}give the path of an existing .pt file")
     try:
         kind = foreign_kind(path)
@@ -216,17 +219,19 @@ def _tensor(value, name, extent):
     return extent.add(value)
 
 
-def transfer(model, state, exclude=()):
-    """Load the entries of `state` that the model has under the same name and shape; returns how many.
+def intersect_dicts(da: dict, db: dict, exclude: Sequence[str] = ()) -> dict:
+    """The entries of the state dict `da` that `db` has under the same name and shape.
 
     Entries whose name contains a word of `exclude` are left out.
     """
-    own = model.state_dict()
-    taken = {
-        key: value.float() if value.is_floating_point() else value
-        for key, value in state.items()
-        if key in own and own[key].shape == value.shape and not any(word in key for word in exclude)
-    }
+    common = {key: value for key, value in da.items() if key in db and value.shape == db[key].shape}
+    return {key: value for key, value in common.items() if not any(word in key for word in exclude)}
+
+
+def transfer(model: nn.Module, state: dict, exclude: Sequence[str] = ()) -> int:
+    """Load the `intersect_dicts` of `state` and the model, in full precision; returns how many there are."""
+    taken = intersect_dicts(state, model.state_dict(), exclude)
+    taken = {key: value.float() if value.is_floating_point() else value for key, value in taken.items()}
     model.load_state_dict(taken, strict=False)
     return len(taken)
 

@@ -88,10 +88,9 @@ def _decoded(start):
     for mark, encoding in ((b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"), (b"\xef\xbb\xbf", "utf-8-sig")):
         if start.startswith(mark):
             return start[: len(start) // 2 * 2].decode(encoding, "replace").strip()
-    if all(byte in TEXT or byte >= 128 for byte in start):
-        text = start.decode("utf-8", "ignore")
-        return text.strip() if len(text) > 0.9 * len(start) or start.isascii() else None
-    return None
+    if not all(byte in TEXT or byte >= 128 for byte in start):
+        return None
+    return start.decode("utf-8", "replace").strip()
 
 
 def _of_text(text):
