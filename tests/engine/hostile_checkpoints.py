@@ -165,9 +165,9 @@ def patched_directory(rng, place, form, value, data=None):
 def overlapping(rng):
     """A thousand members that are the same 4 MB of the file."""
     count = 1_000_000
-    names = {str(i): f"a/data/{i}".encode() for i in range(1000)}
+    content, names = bytes(4 * count), {str(i): f"a/data/{i}".encode() for i in range(1000)}
     pickled = dictionary(model=dictionary(**{f"w{i}": tensor([count], [1], count=count, key=i) for i in names}))
-    return hand_made([(b"a/data.pkl", pickled), *((name, bytes(4 * count)) for name in names.values())])
+    return hand_made([(b"a/data.pkl", pickled), *((name, content) for name in names.values())])
 
 
 def twice(rng):
@@ -320,6 +320,9 @@ HOSTILE = {
         **{f"w{i}": tensor([1], [1], count=200_000, key=str(i)) for i in range(4000)})), bytes(800_000)),
 }  # fmt: skip
 
+HEAVY = ["shared text", "many keys", "long equal keys", "compressed", "overlapping members", "many members",
+         "huge pickle", "many marks", "many empty lists", "many tensors", "colliding keys", "bytes again",
+         "path of texts again", "counter again", "build again", "long names", "one storage often", "one tensor often"]  # fmt: skip
 ODD = {
     "small expanded tensor": lambda: saved({"model": {"w": torch.ones(1).expand(1000)}}),
     "views of one storage": lambda: saved({"model": dict(enumerate_names(torch.arange(1000.0).split(10)))}),

@@ -6,6 +6,7 @@ than its bytes, because it names one thing many times, is refused before anythin
 """
 
 import logging
+import struct
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -102,6 +103,8 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def _reason(error):
+    if isinstance(error, (TypeError, AttributeError, LookupError, struct.error)):  # what Python says of damaged data
+        return "its content is damaged"
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
