@@ -10,8 +10,9 @@ from torch import nn
 
 logger = logging.getLogger(__name__)
 
-MAX_NUMBERS = 150_000_000  # that all layers put out for one image of 256 x 256; the largest model of the family has 30
-MAX_MACS = 300_000_000_000  # for that image; the largest model of the family needs 18 thousand million
+MAX_NUMBERS = 150_000_000  # that all layers put out for one image of 256 x 256; the largest model of the family has 44
+POOLING = 30  # multiply-adds that take as long as one comparison of pooling, roughly
+MAX_MACS = 300_000_000_000  # for that image; the largest model of the family needs 20 thousand million
 
 
 @dataclass(frozen=True)
@@ -90,30 +91,31 @@ class SizeLimit:
     def before(self, layer, x):
         """Count `layer` for the input `x`, a tensor or a list of them; raises ValueError beyond the limits."""
         inputs = x if isinstance(x, list) else [x]
-        channels, height, width = inputs[0].shape[1:]
+        channels, *sides = inputs[0].shape[1:]
         largest = sum(tensor.numel() for tensor in inputs)
         for module in layer.modules():
-            outputs = 0
+            if not isinstance(module, (nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d, nn.Upsample)):
+                continue
+            outputs = getattr(module, "out_channels", channels) * math.prod(_sides(module, sides))
             if isinstance(module, nn.Conv2d):
-                outputs = module.out_channels * math.prod(_sides(module, height, width))
                 self.macs += outputs * module.weight[0].numel()
-            elif isinstance(module, (nn.MaxPool2d, nn.AvgPool2d)):
-                outputs = channels * math.prod(_sides(module, height, width))
-                self.macs += outputs * min(math.prod(_pair(module.kernel_size)), height * width)
-            elif isinstance(module, nn.Upsample):
-                scale = _pair(module.scale_factor or 1)
-                outputs = channels * math.prod(_pair(module.size or (height * scale[0], width * scale[1])))
+            elif not isinstance(module, nn.Upsample):
+                self.macs += POOLING * outputs * min(math.prod(_pair(module.kernel_size)), math.prod(sides))
             largest = max(largest, outputs)
+            sides = [max(pair) for pair in zip(sides, _sides(module, sides), strict=True)]  # repetitions may grow
         self.numbers += largest
         if self.numbers > MAX_NUMBERS or self.macs > MAX_MACS:
             raise ValueError("the layers up to this one would fill the memory, or take minutes for one image")
 
 
-def _sides(module, height, width):
-    """At most the height and width that a convolution or pooling puts out."""
+def _sides(module, sides):
+    """Height and width that a convolution, pooling or up-sampling makes of `sides`."""
+    if isinstance(module, nn.Upsample):
+        scale = _pair(module.scale_factor or 1)
+        return list(_pair(module.size or [side * factor for side, factor in zip(sides, scale, strict=True)]))
     padding = (0, 0) if isinstance(module.padding, str) else _pair(module.padding)
-    sides = zip((height, width), padding, _pair(module.stride), strict=True)
-    return [(side + 2 * p) // max(stride, 1) + 1 for side, p, stride in sides]
+    rows = zip(sides, padding, _pair(module.kernel_size), _pair(module.stride), strict=True)
+    return [(side + 2 * p - kernel) // max(stride, 1) + 1 for side, p, kernel, stride in rows]
 
 
 def _pair(value):

@@ -233,7 +233,7 @@ PAIRS = b"](" + (text("k") + b"N\x86") * 300_000 + b"e"
 GOOD_STATE = dictionary(w=tensor([4], [1]))
 
 HOSTILE = {
-    "graph of layers": lambda rng: graph(rng.choice([30, 40, 200])),
+    "graph of layers": lambda rng: graph(rng.choice([30, 40, 80])),
     "layers in a circle": looping_layers,
     "shared lists": lambda rng: rng.choice(PLACES)(rng, shared_list(rng.choice([25, 40, 55]))),
     "wide lists": lambda rng: rng.choice(PLACES)(rng, shared_list(4, 1000)),
@@ -322,7 +322,8 @@ HOSTILE = {
 
 HEAVY = ["shared text", "many keys", "long equal keys", "compressed", "overlapping members", "many members",
          "huge pickle", "many marks", "many empty lists", "many tensors", "colliding keys", "bytes again",
-         "path of texts again", "counter again", "build again", "long names", "one storage often", "one tensor often"]  # fmt: skip
+         "path of texts again", "counter again", "build again", "long names", "one storage often",
+         "one tensor often"]  # fmt: skip
 ODD = {
     "small expanded tensor": lambda: saved({"model": {"w": torch.ones(1).expand(1000)}}),
     "views of one storage": lambda: saved({"model": dict(enumerate_names(torch.arange(1000.0).split(10)))}),

@@ -185,7 +185,7 @@ def _stored(model, extent):
     if not isinstance(cfg, dict | None):
         raise ValueError("the yaml of its model is no mapping")
     attached = {name: extent.add(attributes[name]) for name in ATTACHED if name in attributes}
-    if not isinstance(extent.add(attached.get("names"), plain="the names"), list | tuple | dict | None):
+    if not isinstance(extent.add(attached.get("names", []), plain="the names"), list | tuple | dict):
         raise ValueError("the names of its model are no list")
     heads = description_in_model(attributes)
     if cfg is not None and heads is not None:

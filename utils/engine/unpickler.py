@@ -5,6 +5,7 @@ has a price, and a file that asks for more than STEPS is refused. The stand-ins 
 functions that a checkpoint mentions; every other name is refused.
 """
 
+import gc
 import math
 import pickle
 import struct
@@ -13,7 +14,7 @@ from pickle import UnpicklingError
 import numpy as np
 import torch
 
-STEPS = 2_000_000  # a training checkpoint of the largest model takes 0.5 million
+STEPS = 2_000_000  # a training checkpoint of the largest model takes 0.7 million
 MAX_BYTES = 64 << 20  # of a pickle; the tensors lie outside of it
 MAX_NUMBER_KEYS = 50_000  # hashes of numbers can be made to collide, those of text cannot
 MAX_NUMBER_KEY = 2**60  # from 2**61 on, numbers share their hashes
@@ -212,6 +213,15 @@ class Unpickler:
 
     def load(self):
         """The next value of the file."""
+        collects = gc.isenabled()
+        gc.disable()  # it would go through millions of new containers again and again
+        try:
+            return self._load()
+        finally:
+            if collects:
+                gc.enable()
+
+    def _load(self):
         self.stack, self.marks, self.memo = [], [], {}
         file_read, operations = self.file.read, OPERATIONS
         while True:
