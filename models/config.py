@@ -20,7 +20,10 @@ CALL = re.compile(r"(?:torch\.)?nn\.(\w+)\((.*)\)")
 WORD = re.compile(r"[A-Za-z_]\w*")
 MAX_ENTRIES = 100_000  # a few lines with aliases can stand for more entries than fit into memory
 MAX_CHANNELS = 100_000  # classes or channels; more are a slip of the finger that would fill the memory
+MAX_INPUTS = 1000  # channels of an image
 MAX_REPEATS = 1000  # of a layer
+MAX_LAYERS = 5000  # repetitions and heads counted; the largest model of the family has 300
+MAX_WEIGHTS = 700_000_000  # of a model; the largest one of the family has 166 million
 MAX_ANCHORS = 100  # for a level
 MAX_SIDE = 1e6  # of an anchor, pixels
 MAX_SHOWN = 300  # characters of a value in a message
@@ -34,7 +37,10 @@ def read_cfg(cfg, ch=3, nc=None, anchors=None):
     own. Raises ValueError if the file is missing, is not YAML, is not a mapping, or lacks or misuses a key.
     """
     where = describe(cfg)
-    content = deepcopy(cfg) if isinstance(cfg, dict) else _load(Path(cfg), where)
+    content = cfg if isinstance(cfg, dict) else _load(Path(cfg), where)
+    if not _is_bounded(content):
+        raise ValueError(f"{where} has more than {MAX_ENTRIES} entries once its *aliases are written out")
+    content = deepcopy(content) if isinstance(cfg, dict) else content
     if not isinstance(content, dict):
         raise ValueError(f"{where} must be a mapping with the keys {', '.join(REQUIRED_KEYS)}")
     missing = [key for key in REQUIRED_KEYS if content.get(key) is None]
@@ -58,8 +64,10 @@ def _check_values(content, where):
     for key in ("depth_multiple", "width_multiple"):
         if not _is_number(content[key]) or content[key] <= 0:
             raise ValueError(f"{where}: {key} must be a positive number, not {short(content[key])}")
-    for key, meaning in (("nc", "classes"), ("ch", "input channels"), ("heads", "detection heads")):
-        if key in content and (not is_count(content[key]) or content[key] > MAX_CHANNELS):
+    for key, meaning, most in (
+        ("nc", "classes", MAX_CHANNELS), ("ch", "input channels", MAX_INPUTS), ("heads", "detection heads", MAX_LAYERS),
+    ):  # fmt: skip
+        if key in content and (not is_count(content[key]) or content[key] > most):
             raise ValueError(f"{where}: {key} must be the number of {meaning}, not {short(content[key])}")
     if not is_count(content["anchors"]) and not isinstance(content["anchors"], list):
         raise ValueError(f"{where}: anchors must be lists of pixels or their number, not {short(content['anchors'])}")
@@ -74,14 +82,11 @@ def _load(path, where):
     if not path.is_file():
         raise ValueError(f"{where} does not exist; give the path of a YAML file, such as cfg/training/yolov7.yaml")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+        return yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ValueError(f"{where} cannot be read ({error.strerror})") from error
     except Exception as error:  # PyYAML lets through whatever int(), float() and the like raise for a value
         raise ValueError(f"{where} is not valid YAML: {' '.join(str(error).split())[:MAX_SHOWN]}") from error
-    if not _is_bounded(content):
-        raise ValueError(f"{where} has more than {MAX_ENTRIES} entries once its *aliases are written out")
-    return content
 
 
 def _is_bounded(content):

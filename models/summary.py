@@ -1,6 +1,7 @@
 """How large a model is and how long its layers take."""
 
 import logging
+import math
 import time
 from dataclasses import dataclass
 
@@ -8,6 +9,10 @@ import torch
 from torch import nn
 
 logger = logging.getLogger(__name__)
+
+MAX_NUMBERS = 150_000_000  # that all layers put out for one image of 256 x 256; the largest model of the family has 44
+POOLING = 30  # multiply-adds that take as long as one comparison of pooling, roughly
+MAX_MACS = 300_000_000_000  # for that image; the largest model of the family needs 20 thousand million
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,49 @@ def count_macs(model, side):
         for module, flag in training.items():
             module.training = flag
     return total
+
+
+class SizeLimit:
+    """Refuses a network, layer by layer and before each runs, that would fill the memory or take minutes an image.
+
+    `numbers` and `macs` are what the layers so far put out and multiplied for one image.
+    """
+
+    def __init__(self):
+        self.numbers, self.macs = 0, 0
+
+    def before(self, layer, x):
+        """Count `layer` for the input `x`, a tensor or a list of them; raises ValueError beyond the limits."""
+        inputs = x if isinstance(x, list) else [x]
+        channels, *sides = inputs[0].shape[1:]
+        largest = sum(tensor.numel() for tensor in inputs)
+        for module in layer.modules():
+            if not isinstance(module, (nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d, nn.Upsample)):
+                continue
+            outputs = getattr(module, "out_channels", channels) * math.prod(_sides(module, sides))
+            if isinstance(module, nn.Conv2d):
+                self.macs += outputs * module.weight[0].numel()
+            elif not isinstance(module, nn.Upsample):
+                self.macs += POOLING * outputs * min(math.prod(_pair(module.kernel_size)), math.prod(sides))
+            largest = max(largest, outputs)
+            sides = [max(pair) for pair in zip(sides, _sides(module, sides), strict=True)]  # repetitions may grow
+        self.numbers += largest
+        if self.numbers > MAX_NUMBERS or self.macs > MAX_MACS:
+            raise ValueError("the layers up to this one would fill the memory, or take minutes for one image")
+
+
+def _sides(module, sides):
+    """Height and width that a convolution, pooling or up-sampling makes of `sides`."""
+    if isinstance(module, nn.Upsample):
+        scale = _pair(module.scale_factor or 1)
+        return list(_pair(module.size or [side * factor for side, factor in zip(sides, scale, strict=True)]))
+    padding = (0, 0) if isinstance(module.padding, str) else _pair(module.padding)
+    rows = zip(sides, padding, _pair(module.kernel_size), _pair(module.stride), strict=True)
+    return [(side + 2 * p - kernel) // max(stride, 1) + 1 for side, p, kernel, stride in rows]
+
+
+def _pair(value):
+    return value if isinstance(value, (tuple, list)) else (value, value)
 
 
 def timed(layer, x):

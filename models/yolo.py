@@ -2,6 +2,7 @@
 
 import logging
 import math
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,7 +26,9 @@ from models.common import (
 )
 from models.config import (
     MAX_CHANNELS,
+    MAX_LAYERS,
     MAX_REPEATS,
+    MAX_WEIGHTS,
     check_row,
     describe,
     is_count,
@@ -37,7 +40,7 @@ from models.config import (
 from models.detection import DetectionLayer, cell_grid  # noqa: F401  (cell_grid: for those who know it from here)
 from models.multihead import MultiHeadDetect, heads_arguments
 from models.multihead_attention import MultiHeadDetectAttention
-from models.summary import model_summary, timed
+from models.summary import SizeLimit, model_summary, timed
 
 logger = logging.getLogger(__name__)
 
@@ -205,7 +208,8 @@ class Model(nn.Module):
         stock behaviour: the pass runs in training mode, so every batch norm starts with running variance 0.9.
         """
         head = self.model[-1]
-        maps = self._forward_layers(torch.zeros(1, self.yaml["ch"], STRIDE_PASS_SIZE, STRIDE_PASS_SIZE), _checked)
+        images = torch.zeros(1, self.yaml["ch"], STRIDE_PASS_SIZE, STRIDE_PASS_SIZE)
+        maps = self._forward_layers(images, partial(_checked, SizeLimit()))
         head.stride = torch.tensor([STRIDE_PASS_SIZE / level.shape[2] for level in head.level_maps(maps)])
         areas = head.anchor_grid.prod(-1).flatten()
         if (areas[-1] - areas[0]).sign() != (head.stride[-1] - head.stride[0]).sign():
@@ -261,9 +265,10 @@ def _plain(layer, x):
     return layer(x)
 
 
-def _checked(layer, x):
-    """Run a layer; what does not fit becomes a ValueError that names the row."""
+def _checked(limit, layer, x):
+    """Run a layer; what does not fit, or is too large for `limit`, becomes a ValueError that names the row."""
     try:
+        limit.before(layer, x)
         return layer(x)
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
         shapes = [list(t.shape) for t in (x if isinstance(x, list) else [x])]
@@ -306,7 +311,7 @@ def parse_model(cfg, ch, head_config=None):
     names the row.
     """
     rows = cfg["backbone"] + cfg["head"]
-    layers, widths, save = [], [], []
+    layers, widths, save, num_layers = [], [], [], 0
     for i, row in enumerate(rows):
         try:
             sources, number, name, args = check_row(row)
@@ -315,6 +320,9 @@ def parse_model(cfg, ch, head_config=None):
                 raise ValueError("the last row, and no other, must be a detection layer")
             inputs = [_source_width(i, source, widths, ch) for source in sources]
             layer, width = _build_layer(kind, number, args, inputs, cfg, head_config)
+            num_layers += len(layer) if isinstance(layer, nn.Sequential) else 1
+            if num_layers > MAX_LAYERS or sum(built.np for built in layers) > MAX_WEIGHTS:
+                raise ValueError(f"more than {MAX_LAYERS} layers or {MAX_WEIGHTS} weights up to here")
             if isinstance(row[0], list) != (kind in LIST_LAYERS):
                 raise ValueError(f"from of {name} must be {'a list' if kind in LIST_LAYERS else 'one index'}")
         except (ValueError, TypeError, RuntimeError, AttributeError, OverflowError) as error:
@@ -363,11 +371,31 @@ def _build_layer(kind, number, args, inputs, cfg, head_config=None):
     if kind in DETECTION_LAYERS:
         args = _detection_arguments(kind, args, inputs, cfg["nc"])
         args += heads_arguments(kind in MULTI_HEAD_LAYERS, cfg, head_config)
+        _check_head_size(args, inputs)
+    else:
+        _check_weights(kind, args, repeats)
     if repeats == 1:
         return kind(*args), width
     if inputs != [width]:
         raise ValueError(f"{repeats} repetitions need one input of the output's {width} channels, not {inputs}")
     return nn.Sequential(*(kind(*args) for _ in range(repeats))), width
+
+
+def _check_weights(kind, args, repeats):
+    """Raise ValueError when a layer would have more weights than any model, before there is memory for them."""
+    with torch.device("meta"):
+        weights = repeats * sum(parameter.numel() for parameter in kind(*args).parameters())
+    if weights > MAX_WEIGHTS:
+        raise ValueError(f"{weights} weights are more than {MAX_WEIGHTS}")
+
+
+def _check_head_size(args, inputs):
+    """The same for the detection layer with `args` (nc, anchors, input widths, and of several heads their number)."""
+    nc, anchors = args[:2]
+    num_heads = args[-1] if len(args) > 3 else 1
+    outputs = num_heads * (nc + 5) * max(len(level) for level in anchors) // 2
+    if num_heads * len(inputs) > MAX_LAYERS or outputs * sum(inputs) > MAX_WEIGHTS or num_heads * nc > MAX_WEIGHTS // 8:
+        raise ValueError(f"more than {MAX_LAYERS} output layers or {MAX_WEIGHTS} weights")
 
 
 def _output_width(kind, args, inputs, width_multiple):

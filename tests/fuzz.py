@@ -4,8 +4,9 @@
     python -m tests.fuzz --kinds cfg --seed 3      one kind, other files
     python -m tests.fuzz --show crashed            the inputs behind a column
 
-Readers run in a child process with a memory limit. One that dies is a crash, one that is silent
-for too long a hang.
+Readers run in a child process that may take MEMORY bytes. One that dies is a crash, one that is silent for longer than
+PATIENCE a hang. Of checkpoints there are twice as many: injured files, then files that stand for more than any memory
+holds (tests/engine/hostile_checkpoints.py), random pickles, and injured pickles in whole archives.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from models.experimental import rebuild
 from models.yolo import Model
 from tests import mutations
 from tests.tiny_model import tiny_model
@@ -36,10 +38,10 @@ from utils.config.hyp import HYPER_PARAMETERS, load_hyp
 from utils.config.options import load_options
 from utils.data.scan import scan_dataset
 from utils.datasets import LoadImagesAndLabels
-from utils.engine.checkpoint_reader import read_checkpoint
+from utils.engine.checkpoint_reader import check_finite, read_checkpoint
 
-PATIENCE = 60  # seconds for one input
-MEMORY = 12e9  # bytes of address space in the child
+PATIENCE = 20  # seconds for one input
+MEMORY = 3e9  # bytes of address space that the child may take beyond what it has
 MAX_SHOWN = 40  # inputs of a kind that are described, none of them twice
 OUTCOMES = ("loaded", "refused", "crashed", "hung")
 
@@ -98,8 +100,12 @@ def read_picture(file):
 
 
 def read_pt(file):
-    checkpoint = read_checkpoint(file)
-    assert all(isinstance(value, torch.Tensor) for value in checkpoint.for_inference().state.values())
+    stored = read_checkpoint(file).for_inference()
+    assert all(isinstance(value, torch.Tensor) for value in stored.state.values())
+    if stored.yaml is not None:
+        check_finite(stored, file)
+        model = rebuild(stored, file)
+        assert len(model.state_dict()) == len(stored.state)
 
 
 def read_opt(file):
@@ -207,14 +213,16 @@ def try_one(kind, file):
 
 def child(kind, folder, inputs, first, pipe):
     """Try `inputs` from number `first` on and report each."""
-    resource.setrlimit(resource.RLIMIT_AS, (int(MEMORY), int(MEMORY)))
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + int(MEMORY)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     torch.set_num_threads(1)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1), os.dup2(null, 2)
     logging.basicConfig(handlers=[logging.NullHandler()], level=logging.WARNING, force=True)
     for number in range(first, len(inputs)):
         name, data = inputs[number]
-        file = kind.put(folder, name, data)
+        file = kind.put(folder, name, data() if callable(data) else data)
         began = time.perf_counter()
         with contextlib.redirect_stderr(io.StringIO()):
             outcome, detail = try_one(kind, file)
@@ -231,6 +239,8 @@ def run_kind(kind, count, seed):
         is_yaml = kind.place is not None and kind.place.endswith(".yaml")
         inputs = list(mutations.broken_files(kind.healthy, count, seed, is_yaml))
         inputs += [("bomb", data) for data in list(mutations.bombs(kind.healthy))[: count // 10]] if is_yaml else []
+        if kind.read is read_pt:
+            inputs += mutations.hostile_files(kind.healthy, count, seed)
         while len(results) < len(inputs):
             reader, writer = context.Pipe(duplex=False)
             process = context.Process(target=child, args=(kind, Path(folder), inputs, len(results), writer))

@@ -3,12 +3,15 @@
 import io
 import random
 from copy import deepcopy
+from functools import partial
 
 import cv2
 import numpy as np
 import yaml
 from PIL import Image
 
+from tests.engine.hostile_checkpoints import HEAVY, HOSTILE
+from tests.engine.pickle_code import pickle_broken, random_file
 from tests.small_run import ANCHORS, BACKBONE, HYP
 from utils.config.options import train_parser
 
@@ -259,3 +262,27 @@ def broken_files(healthy, count, seed, is_yaml=False):
             yield name, broken_tree(healthy[name], rng)
         else:
             yield name, broken(healthy[name], rng, list(healthy.values()))
+
+
+def hostile_files(healthy, count, seed):
+    """`count` checkpoints as (name, function that returns its bytes): traps, random pickles, injured ones.
+
+    Functions, because many of them are large; each has its own random stream.
+    """
+    quick = [name for name in HOSTILE if name not in HEAVY]
+    for number in range(count):
+        rng = random.Random(f"{seed} hostile {number}")
+        if number < len(HOSTILE):
+            name = list(HOSTILE)[number]
+        else:
+            name = (
+                rng.choice(["random"] * 3 + ["injured"] * 3 + [rng.choice(quick)] * 2)
+                if number % 40
+                else rng.choice(HEAVY)
+            )
+        if name == "random":
+            yield name, partial(random_file, rng)
+        elif name == "injured":
+            yield name, partial(pickle_broken, rng.choice(list(healthy.values())), rng, broken)
+        else:
+            yield name, partial(HOSTILE[name], rng)

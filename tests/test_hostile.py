@@ -2,6 +2,7 @@
 
 import logging
 import pickle
+import random
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,9 @@ import yaml
 
 from models.experimental import attempt_load
 from tests import small_run
+from tests.engine.hostile_checkpoints import HOSTILE
 from tests.engine.test_checkpoint_reader_refused import ATTACKS, touch
+from tests.engine.test_file_kind import LFS
 from tests.label_sets import BOX, make_dataset
 from tests.tiny_model import tiny_model
 from utils.config.options import train_parser
@@ -71,6 +74,27 @@ def test_checkpoints_with_code(attack, entry, tmp_path, capsys):
     assert entry(path, tmp_path) == 2
     assert REFUSED in capsys.readouterr().err
     assert not canary.exists() and not (tmp_path / "runs" / "run").exists()
+
+
+OTHER_FILES = {
+    "Git LFS pointer": (lambda: LFS, "is a Git LFS pointer, not the weights: fetch them with git lfs pull"),
+    "web page": (lambda: b"<!DOCTYPE html><html>", "is a web page (HTML): the download failed"),
+    "ONNX": (lambda: b"\x08\x07\x12\x07pytorch", "is an ONNX model"),
+    "cut off": (lambda: HOSTILE["sparse"](None)[:-30], "is cut off: the end of the archive is missing"),
+    "graph": (lambda: HOSTILE["graph of layers"](random.Random(0)), "stands for far more than it has"),
+    "stride 0": (lambda: HOSTILE["stride 0"](random.Random(0)), "stands for far more than it has"),
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
+@pytest.mark.parametrize("kind", OTHER_FILES)
+def test_weights_that_are_none(kind, entry, tmp_path, capsys):
+    content, message = OTHER_FILES[kind]
+    path = tmp_path / "other.pt"
+    path.write_bytes(content())
+    assert entry(path, tmp_path) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert message in said and (".pt" in said) and not (tmp_path / "runs" / "run").exists()
 
 
 # ---- label caches ----------------------------------------------------------------------------------------------------

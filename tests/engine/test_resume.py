@@ -198,6 +198,16 @@ DAMAGES = (
     lambda state: state.update(options=None),
     lambda state: state["random_states"][0].pop("numpy"),
     lambda state: state["random_states"][0].update(torch=torch.zeros(3)),
+    lambda state: state["random_states"][0].update(python=torch.zeros(3)),
+    lambda state: state.update(random_states={"a": 1}),
+    lambda state: state.update(accumulate="x"),
+    lambda state: state.update(accumulate=0),
+    lambda state: state.update(hyp=torch.zeros(3)),
+    lambda state: state["hyp"].update(obj_pw=torch.zeros(3)),
+    lambda state: state["options"].update(epochs=torch.zeros(3)),
+    lambda state: state.update(results=["x"] * 7),
+    lambda state: state.update(maps=[[1.0]]),
+    lambda state: state.update(best_epoch="x"),
 )
 
 

@@ -291,6 +291,25 @@ def test_more_epochs_than_asked_for(stored):
             new_trainer().restore(stored, epochs=epochs, nc=2)
 
 
+DAMAGES = (
+    lambda optimizer: optimizer["state"][0].update(momentum_buffer=torch.ones(3)),
+    lambda optimizer: optimizer["state"][0].update(momentum_buffer="x"),
+    lambda optimizer: optimizer["param_groups"][0].update(dampening="x"),
+    lambda optimizer: optimizer["param_groups"][0].update(momentum=torch.ones(3)),
+    lambda optimizer: optimizer["param_groups"][1].pop("weight_decay"),
+    lambda optimizer: optimizer["param_groups"].__setitem__(0, torch.ones(3)),
+    lambda optimizer: optimizer["param_groups"][0]["params"].__setitem__(0, torch.ones(3)),
+    lambda optimizer: optimizer["param_groups"][0]["params"].__setitem__(0, [[]]),
+)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_state_of_the_optimizer_is_refused(damage, stored):
+    damage(stored.optimizer)
+    with pytest.raises(ValueError, match="last.pt holds the state of another optimizer"):
+        new_trainer().restore(stored, epochs=10, nc=2)
+
+
 def test_state_of_another_optimizer_is_refused(stored):
     with pytest.raises(ValueError, match="last.pt holds the state of another optimizer.*--adam"):
         new_trainer(adam=True).restore(stored, epochs=10, nc=2)

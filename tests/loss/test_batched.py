@@ -96,6 +96,24 @@ def check_random(seed, kind, device, precision=None):
             assert_equal(with_gradients(batched, case), expected)
 
 
+@pytest.mark.parametrize("gamma", [0.3, 0.9])
+def test_focal_loss_of_certain_logits(gamma):
+    """Where 1 - p is 0 its power below 1 has no gradient; both losses hold it above."""
+    for seed in range(6):
+        case = random_case(seed, "ordinary", auxiliary=True)
+        case.model.hyp["fl_gamma"] = gamma
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for prediction in case.predictions:
+                logits = prediction[..., 4:]
+                signs = torch.randint(-1, 2, logits.shape, generator=generator)
+                logits[signs != 0] = 100.0 * signs[signs != 0]
+        for reference, batched in [*PAIRS, AUXILIARY_PAIR]:
+            expected = with_gradients(reference, case)
+            assert all(values.isfinite().all() for values in expected)
+            assert_equal(with_gradients(batched, case), expected)
+
+
 def with_exact_gradients_of_centres(reference, case, values):
     """`values` with the gradients of x and y from a computation in float64.
 

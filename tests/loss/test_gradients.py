@@ -50,6 +50,25 @@ def test_focal_gradients_of_saturated_logits_are_finite():
         assert gradient.isfinite().all()
 
 
+@pytest.mark.parametrize("gamma", [0.1, 0.5, 0.99, 1.0, 1.5])
+@pytest.mark.parametrize("label", [0.0, 1.0, 0.05, 0.95])
+def test_focal_loss_of_extreme_logits_is_finite_and_equal(gamma, label):
+    """A certain and right logit has 1 - p = 0, whose power below 1 has an infinite gradient, in stock YOLOv7 too."""
+    sides = torch.tensor([0.0, 1.0, 10.0, 16.0, 16.7, 17.0, 20.0, 50.0, 88.0, 100.0, 200.0, 65504.0])
+    logits = torch.cat((-sides, sides))
+    found, expected = binary_loss(logits, label, 1.0, gamma), by_autograd(logits, label, 1.0, gamma)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.isfinite().all() and theirs.isfinite().all()
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("label", [0.0, 1.0])
+def test_focal_loss_in_half_precision_is_finite(label):
+    logits = torch.tensor([-65504.0, -100.0, -12.0, 0.0, 12.0, 100.0, 65504.0], dtype=torch.float16)
+    values, gradients = by_autograd(logits, label, 1.0, 0.5)
+    assert values.isfinite().all() and gradients.isfinite().all()
+
+
 def iou_by_autograd(mine, true):
     mine = mine.clone().requires_grad_()
     overlap = boxes.complete_iou(mine, true)

@@ -1,47 +1,39 @@
 """The one reader of .pt files, and what a model takes over from them.
 
-Reading never runs code from a file: torch's restricted unpickler maps the known class names to empty stand-ins, takes
-the tensors and plain values from those, and refuses every other name. The caller rebuilds the model from its yaml.
+Reading never runs code from a file: unpickler.py gives stand-ins for the known class names, which hold the tensors and
+plain values, and refuses every other name. The caller rebuilds the model from its yaml. A file that stands for far more
+than its bytes, because it names one thing many times, is refused before anything is copied.
 """
 
 import logging
-import pickle
-import tarfile
+import struct
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 
-import numpy as np
 import torch
 from torch import nn
 
+from utils.engine import torch_file
+from utils.engine.file_kind import foreign_kind
+from utils.engine.unpickler import Array, Layer
 from utils.head_config import description_in_model
+from utils.system.files import printable, shown
 
 logger = logging.getLogger(__name__)
 
-LAYER_CLASSES = {
-    "models.yolo": ("Model", "Detect", "IDetect", "IAuxDetect"),
-    "models.common": ("Conv", "Concat", "Chuncat", "Shortcut", "MP", "SP", "ReOrg", "DownC", "SPPCSPC", "RepConv",
-                      "ImplicitA", "ImplicitM"),
-    "models.multihead": ("MultiHeadDetect",),
-    "models.multihead_attention": ("MultiHeadDetectAttention",),
-    "models.attention": ("CBAM", "ChannelAttention", "SpatialAttention"),
-    "utils.head_config": ("HeadConfig",),
-    "torch.nn.modules.conv": ("Conv2d",),
-    "torch.nn.modules.batchnorm": ("BatchNorm2d", "SyncBatchNorm"),
-    "torch.nn.modules.pooling": ("MaxPool2d", "AdaptiveAvgPool2d", "AdaptiveMaxPool2d"),
-    "torch.nn.modules.upsampling": ("Upsample",),
-    "torch.nn.modules.container": ("Sequential", "ModuleList"),
-    "torch.nn.modules.linear": ("Identity",),
-    "torch.nn.modules.activation": ("SiLU", "LeakyReLU", "ReLU", "ReLU6", "Hardswish", "Mish", "GELU", "Sigmoid"),
-}  # fmt: skip
 # What a training run attaches to a model beside its parameters.
 ATTACHED = ("names", "nc", "hyp", "gr", "class_weights")
 PLAIN_KEYS = {
     "epoch": int, "best_fitness": float, "training_results": str, "optimizer": dict, "updates": int, "scaler": dict,
 }  # fmt: skip
+PLAIN = (str, int, float, list, tuple, dict, type(None))  # what a yaml file can hold
+MAX_ENTRIES = 1_000_000  # values, those counted again that are named again; a large training has 0.1 million
+SPARE_BYTES = 64 << 20  # beyond a multiple of the file's size
+MAX_DEPTH = 60  # containers or layers inside each other
+MAX_COUNT = 10**12  # epochs or updates
 
 
 @dataclass
@@ -82,168 +74,152 @@ class Checkpoint:
         return self.ema or self.model
 
 
-class _Layer:
-    """Stand-in for every layer: what the file says about it stays data in its `__dict__`."""
-
-
-class _Dtype:
-    """Stand-in for numpy.dtype, which can be forged in a file so that its numbers are taken for addresses."""
-
-    def __init__(self, code, *_):
-        if code not in ("f2", "f4", "f8", "i4", "i8"):
-            raise pickle.UnpicklingError(f"a NumPy array of {code!r}")
-        self.code = code
-
-    def __setstate__(self, state):
-        if state[1] != "<":
-            raise pickle.UnpicklingError(f"a NumPy array in the byte order {state[1]!r}")
-
-    def numbers(self, raw):
-        return np.frombuffer(raw, self.code).tolist()
-
-
-class _Array:
-    """Stand-in for numpy.ndarray: a flat list of numbers."""
-
-    def __setstate__(self, state):
-        _, _, dtype, _, raw = state
-        self.numbers = dtype.numbers(raw)
-
-
-def _scalar(dtype, raw):
-    return dtype.numbers(raw)[0]
-
-
-def _stand_ins():
-    """Classes and functions under the names that checkpoints mention; none of them is the real one."""
-
-    def named(module, name, base=_Layer):
-        return type(name, (base,), {"__module__": module})
-
-    def called(module, name, function):
-        def stand_in(*args):
-            return function(*args)
-
-        stand_in.__module__, stand_in.__name__, stand_in.__qualname__ = module, name, name
-        return stand_in
-
-    for module, names in LAYER_CLASSES.items():
-        yield from (named(module, name) for name in names)
-    for module in ("pathlib", "pathlib._local"):  # the path of a head configuration; Python 3.13 has the second name
-        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"):
-            yield called(module, name, lambda *parts: "/".join(map(str, parts)))
-    yield called("builtins", "set", set)  # torch 2.4 refuses this one, and the next, unlike later ones
-    yield called("_codecs", "encode", lambda text, _: text.encode("latin1"))  # how pickle writes bytes
-    yield named("numpy", "dtype", _Dtype)
-    yield named("numpy", "ndarray", _Array)
-    for module in ("numpy.core.multiarray", "numpy._core.multiarray"):  # NumPy 1 and 2
-        yield called(module, "_reconstruct", lambda kind, *_: kind())
-        yield called(module, "scalar", _scalar)
-
-
-@contextmanager
-def _allowed_names():
-    """The allow-list of the restricted unpickler for one read; what was allowed before is restored."""
-    before = torch.serialization.get_safe_globals()
-    torch.serialization.clear_safe_globals()
-    torch.serialization.add_safe_globals(list(_stand_ins()))
-    try:
-        yield
-    finally:
-        torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(before)
-
-
 def read_checkpoint(path: str | Path) -> Checkpoint:
     """Read a .pt file (a training checkpoint, a pickled model, or a state dict) on the CPU without running its code.
 
-    Raises ValueError, naming the file, when it is missing, damaged, or contains names outside the allow-list.
+    Raises ValueError, naming the file, when it is missing, damaged, something else, or contains other names than
+    those of YOLOv7 layers, tensors and plain values.
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"{path}: no such checkpoint; give the path of an existing .pt file")
+        reason = "this is a folder, " if path.is_dir() else ""
+        reason += "the unpacked content of a .pt file, " if (path / "data.pkl").exists() else ""
+        raise ValueError(f"{path}: no such checkpoint; {reason}give the path of an existing .pt file")
     try:
-        if tarfile.is_tarfile(path):  # torch before 2.6 unpacks those without restriction
-            raise pickle.UnpicklingError("a tar archive")
-        with _allowed_names():
-            content = torch.load(path, map_location="cpu", weights_only=True)
-        return _sort_content(content, path)
-    except pickle.UnpicklingError as error:
+        kind = foreign_kind(path)
+        if kind is None:
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                content = torch_file.load(file, size)
+            return _sort_content(content, path, Extent(size))
+    except UnpicklingError as error:
         raise ValueError(
             f"{path} was refused, nothing of it was run: it is no .pt file, or holds more than tensors, plain values "
             f"and YOLOv7 layers ({_reason(error)})"
         ) from error
     except Exception as error:  # a damaged file can fail in any way
         raise ValueError(f"{path} is no checkpoint that can be used, or it is cut off: {_reason(error)}") from error
+    raise ValueError(f"{path} {kind}")
 
 
 def _reason(error):
-    """The sentence of torch's message that says what is wrong, without its advice to switch the protection off."""
-    text = " ".join(str(error).split("WeightsUnpickler error:")[-1].split())
-    return text.split(" Check the documentation")[0].split(" Please use ")[0][:300] or type(error).__name__
+    if isinstance(error, (TypeError, AttributeError, LookupError, struct.error)):  # what Python says of damaged data
+        return "its content is damaged"
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-def _sort_content(content, path):
-    if isinstance(content, _Layer):
-        return Checkpoint(path, model=_stored(content))
+class Extent:
+    """How much the content of a file of `size` bytes is once everything that is named twice is written out twice."""
+
+    def __init__(self, size):
+        self.entries, self.bytes = MAX_ENTRIES, 4 * size + SPARE_BYTES
+
+    def add(self, value, plain=""):
+        """Count a value and all that is in it; returns it. Raises ValueError when the limits are exceeded.
+
+        `plain` is the name of one that may hold only text, numbers, lists and mappings.
+        """
+        waiting = [(value, 0)]
+        while waiting:
+            part, depth = waiting.pop()
+            if plain and not isinstance(part, PLAIN):
+                raise ValueError(f"{plain} of its model holds a {type(part).__name__} where text or numbers are due")
+            if isinstance(part, torch.Tensor):
+                self.bytes -= part.numel() * part.element_size()
+            elif isinstance(part, (str, bytes)):
+                self.bytes -= len(part)
+            elif isinstance(part, (dict, list, tuple, set)):
+                self.entries -= len(part)
+                if self.entries >= 0:  # or `waiting` would be what fills the memory
+                    waiting += [(inner, depth + 1) for inner in (part.values() if isinstance(part, dict) else part)]
+            self.check(depth)
+        return value
+
+    def check(self, depth):
+        if self.entries < 0 or self.bytes < 0 or depth > MAX_DEPTH:
+            raise ValueError(
+                "it names the same things so often, or one inside the other, that it stands for far more than it has"
+            )
+
+
+def _sort_content(content, path, extent):
+    if isinstance(content, Layer):
+        return Checkpoint(path, model=_stored(content, extent))
     if not isinstance(content, dict):
         raise ValueError(f"it holds a {type(content).__name__}, neither a checkpoint nor a state dict")
     if content and all(isinstance(value, torch.Tensor) for value in content.values()):
-        return Checkpoint(path, model=_stored(content))
+        return Checkpoint(path, model=_stored(content, extent))
     model = content.get("model") if content.get("model") is not None else content.get("state_dict")
     if model is None and content.get("ema") is None:
-        raise ValueError(f"it holds no model (its keys: {', '.join(map(str, content))})")
-    values = {key: _value(content, key, kind) for key, kind in PLAIN_KEYS.items()}
-    extra = {key: value for key, value in content.items() if key not in (*PLAIN_KEYS, "model", "ema")}
-    return Checkpoint(path, model=_stored(model), ema=_stored(content.get("ema")), extra=extra, **values)
+        keys = ", ".join(printable(key)[:50] for key in list(content)[:20])
+        raise ValueError(f"it holds no model (its keys: {keys})")
+    models = {"model": _stored(model, extent), "ema": _stored(content.get("ema"), extent)}
+    rest = {key: extent.add(value) for key, value in content.items() if key not in models}
+    values = {key: _value(rest, key, kind) for key, kind in PLAIN_KEYS.items()}
+    return Checkpoint(path, **models, extra={k: v for k, v in rest.items() if k not in values}, **values)
 
 
 def _value(content, key, kind):
     """content[key] as a `kind`; None if the file lacks it."""
     value = content.get(key)
-    if isinstance(value, _Array):  # best_fitness of stock YOLOv7
+    if isinstance(value, Array):  # best_fitness of stock YOLOv7
         value = value.numbers[0]
     if value is not None and not isinstance(value, (kind, int) if kind is float else kind):
         raise ValueError(f"'{key}' is a {type(value).__name__}, not a {kind.__name__}")
+    if isinstance(value, int) and not -1 <= value < MAX_COUNT:
+        raise ValueError(f"'{key}' is not a number that a training reaches")
     return value
 
 
-def _stored(model):
+def _stored(model, extent):
     """A StoredModel of a stand-in, or of a dict of tensors; None stays None."""
     if model is None:
         return None
     if isinstance(model, dict):
-        return StoredModel({name: _tensor(value, name) for name, value in model.items()})
-    if not isinstance(model, _Layer):
+        return StoredModel({name: _tensor(value, name, extent) for name, value in model.items()})
+    if not isinstance(model, Layer):
         raise ValueError(f"'model' is a {type(model).__name__}, not a model")
+    state = _collect(model, "", {}, extent)
     attributes = vars(model)
-    if not isinstance(attributes.get("yaml"), dict | None):
+    cfg = extent.add(attributes.get("yaml"), plain="the yaml")
+    if not isinstance(cfg, dict | None):
         raise ValueError("the yaml of its model is no mapping")
-    attached = {name: attributes[name] for name in ATTACHED if name in attributes}
-    cfg, heads = attributes.get("yaml"), description_in_model(attributes)
+    attached = {name: extent.add(attributes[name]) for name in ATTACHED if name in attributes}
+    if not isinstance(extent.add(attached.get("names", []), plain="the names"), list | tuple | dict):
+        raise ValueError("the names of its model are no list")
+    heads = description_in_model(attributes)
     if cfg is not None and heads is not None:
         cfg = cfg | {"head_config": heads}
-    return StoredModel(_collect(model, "", {}), cfg, attached)
+    return StoredModel(state, cfg, attached)
 
 
-def _collect(layer, prefix, state):
-    """Add a stand-in's parameters, its buffers, then those of its inner layers to `state`, named as in a state dict."""
+def _collect(layer, prefix, state, extent, depth=0):
+    """Add a stand-in's parameters, its buffers, then those of its inner layers to `state`, named as in a state dict.
+
+    A layer that stands in several places is read, and counted, in each of them, so that a graph of layers has its end.
+    """
     content = vars(layer)
     own = content.get("_parameters", {}) | content.get("_buffers", {})
+    modules = content.get("_modules", {})
+    extent.entries -= 1 + len(own) + len(modules)
+    extent.check(depth + len(prefix) // 100)
+    if isinstance(content.get("head_config"), Layer):
+        extent.add(vars(content["head_config"]))
     temporary = content.get("_non_persistent_buffers_set", ())
     for name, value in own.items():
         if value is not None and name not in temporary:
-            state[prefix + name] = _tensor(value, prefix + name)
-    for name, inner in content.get("_modules", {}).items():
+            state[prefix + name] = _tensor(value, prefix + name, extent)
+    for name, inner in modules.items():
         if inner is not None:
-            _collect(inner, f"{prefix}{name}.", state)
+            _collect(inner, f"{prefix}{name}.", state, extent, depth + 1)
     return state
 
 
-def _tensor(value, name):
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.device.type != "cpu":
-        raise ValueError(f"'{name}' is no tensor that a model could hold")
-    return value.detach()
+def _tensor(value, name, extent):
+    if not isinstance(value, torch.Tensor) or value.is_complex():
+        raise ValueError(f"{shown(name)} is no tensor that a model could hold")
+    extent.bytes -= len(name)
+    return extent.add(value)
 
 
 def intersect_dicts(da: dict, db: dict, exclude: Sequence[str] = ()) -> dict:
@@ -270,10 +246,10 @@ def take_body(model, state, path):
     """
     own, head = model.state_dict(), f"model.{len(model.model) - 1}."
     body = {key: value for key, value in state.items() if not key.startswith(head) or "anchor" in key}
-    taken = intersect_dicts(body, own)
+    taken = {key for key, value in body.items() if key in own and own[key].shape == value.shape}
     if not any(not key.startswith(head) for key in taken):
         raise ValueError(f"{path} has no layer in common with this model; give a checkpoint of the same network")
-    transfer(model, taken)
+    transfer(model, {key: body[key] for key in taken})
     logger.info("Transferred %d/%d items from %s: backbone, neck, anchors", len(taken), len(own), path)
     other_shape = [key for key in body if key in own and key not in taken]
     lists = {

@@ -17,6 +17,11 @@ from utils.system.distributed import unwrap
 logger = logging.getLogger(__name__)
 
 KEY = "full_state"
+KINDS = {
+    "model": dict, "ema": dict, "accumulate": int, "results": list, "maps": list, "best_epoch": int,
+    "tested_epoch": int, "random_states": list, "options": dict, "hyp": dict,
+}  # fmt: skip
+PLAIN = (str, int, float, list, dict, type(None))
 
 
 def checkpoint(trainer, epoch, progress, results_text, opt):
@@ -43,9 +48,21 @@ def _copied(model):
 
 
 def of(stored):
-    """What `checkpoint` added to a Checkpoint; None when it was written by another program."""
+    """What `checkpoint` added to a Checkpoint; None when it was written by another program.
+
+    Raises ValueError when an entry is missing or of another type.
+    """
     state = stored.extra.get(KEY)
-    return state if isinstance(state, dict) else None
+    if not isinstance(state, dict):
+        return None
+    wrong = [key for key, kind in KINDS.items() if not isinstance(state.get(key), kind)]
+    wrong = wrong or [key for key in ("options", "hyp") if not all(isinstance(v, PLAIN) for v in state[key].values())]
+    wrong = wrong or [key for key in ("results", "maps") if not all(isinstance(v, (int, float)) for v in state[key])]
+    if wrong or state["accumulate"] < 1:
+        raise ValueError(
+            f"{stored.path}: its full state is damaged or of another version ({(*wrong, 'accumulate')[0]})"
+        )
+    return state
 
 
 def restore(stored, trainer, progress, opt):
@@ -68,7 +85,7 @@ def restore(stored, trainer, progress, opt):
         progress.results, progress.maps = tuple(state["results"]), np.array(state["maps"], dtype=np.float64)
         progress.best_epoch, progress.tested_epoch = state["best_epoch"], state["tested_epoch"]
         progress.random_states = state["random_states"]
-    except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+    except (TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise ValueError(f"{stored.path}: its full state is damaged or of another version ({error})") from error
     _report_changes(state, trainer.hyp, opt)
 

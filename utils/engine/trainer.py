@@ -14,6 +14,7 @@ from utils.engine.checkpoint import training_checkpoint
 from utils.engine.checkpoint_reader import same_layout, transfer
 
 logger = logging.getLogger(__name__)
+NUMBERS = (int, float, type(None))  # what an optimiser keeps beside tensors; booleans are whole numbers
 
 
 @dataclass
@@ -96,7 +97,11 @@ class Trainer:
             if _layout(stored.optimizer["param_groups"]) != _layout(self.optimizer.param_groups):
                 raise ValueError("its parameter groups differ")
             self.optimizer.load_state_dict(stored.optimizer)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if not all(_fits(parameter, state) for parameter, state in self.optimizer.state.items()):
+                raise ValueError("a tensor of its state has another shape than its parameter")
+            if not all(isinstance(v, NUMBERS) for group in self.optimizer.param_groups for v in _settings(group)):
+                raise ValueError("a setting of its parameter groups is no number")
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             raise ValueError(
                 f"{stored.path} holds the state of another optimizer ({error}): give or drop --adam as in that run, "
                 "or start anew from the best.pt of a finished run, which holds no training state"
@@ -207,6 +212,19 @@ def precision_of(name, device_type):
         logger.warning("--amp fp16 is for GPUs; this run on a CPU trains in float32 (--amp bf16 works here, too)")
         name = "off"
     return {"fp16": torch.float16, "bf16": torch.bfloat16, "off": None}[name]
+
+
+def _fits(parameter, state):
+    """Whether the optimiser state of a parameter is tensors of its shape, and numbers."""
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    others = [value for value in state.values() if not isinstance(value, (torch.Tensor, *NUMBERS))]
+    return not others and all(tensor.shape == parameter.shape or tensor.dim() == 0 for tensor in tensors)
+
+
+def _settings(group):
+    """The numbers of a parameter group, the pair `betas` of Adam as two."""
+    settings = [value for key, value in group.items() if key not in ("params", "betas")]
+    return [group["lr"], group["weight_decay"], *settings, *group.get("betas", ())]
 
 
 def _layout(groups):

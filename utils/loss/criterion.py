@@ -29,6 +29,7 @@ OBJECTNESS_BALANCE = {3: (4.0, 1.0, 0.4)}
 OBJECTNESS_BALANCE_OTHERWISE = (4.0, 1.0, 0.25, 0.06, 0.02)
 AUXILIARY_WEIGHT = 0.25
 FOCAL_ALPHA = 0.25
+MIN_MISS = 1e-30  # of 1 - p in the focal loss
 
 
 def smooth_labels(eps):
@@ -39,7 +40,9 @@ def smooth_labels(eps):
 def binary_loss(logits, labels, positive_weight=1.0, focal_gamma=0.0, reduction="mean"):
     """Mean binary cross-entropy of `logits` and `labels`; gamma above 0 makes it the focal loss (arXiv 1708.02002).
 
-    With the reduction "none" one value for each logit.
+    With the reduction "none" one value for each logit. A stated repair: where a logit is so certain that 1 - p is 0,
+    the gradient of (1 - p)^gamma with gamma below 1 would be infinite, and that of the loss NaN as in stock YOLOv7; so
+    1 - p is held at MIN_MISS. No value above it changes.
     """
     weight = torch.full((1,), positive_weight, dtype=torch.float32, device=logits.device)
     if focal_gamma <= 0:
@@ -48,7 +51,8 @@ def binary_loss(logits, labels, positive_weight=1.0, focal_gamma=0.0, reduction=
     score = logits.sigmoid()
     hit = labels * score + (1 - labels) * (1 - score)
     alpha = labels * FOCAL_ALPHA + (1 - labels) * (1 - FOCAL_ALPHA)
-    element = element * alpha * (1 - hit) ** focal_gamma
+    miss = (1 - hit).to(torch.promote_types(hit.dtype, torch.float32))  # float16 has no MIN_MISS
+    element = element * alpha * miss.clamp(min=MIN_MISS) ** focal_gamma
     return element.mean() if reduction == "mean" else element
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from utils.loss.criterion import FOCAL_ALPHA
+from utils.loss.criterion import FOCAL_ALPHA, MIN_MISS
 
 
 def binary_loss(logits, label, positive_weight=1.0, focal_gamma=0.0):
@@ -42,7 +42,7 @@ def _by_label(logits, positive_weight):
 
 def _focal(value, gradient, score, label, gamma):
     """Both times alpha * (1 - p)^gamma, where p is the probability of the label."""
-    miss = (label + score - 2 * label * score).clamp(min=1e-30)  # 1 - p
+    miss = (label + score - 2 * label * score).clamp(min=MIN_MISS)  # 1 - p
     miss_gradient = (1 - 2 * label) * score * (1 - score)
     factor = (label * FOCAL_ALPHA + (1 - label) * (1 - FOCAL_ALPHA)) * miss**gamma
     return value * factor, factor * (gradient + value * gamma * miss_gradient / miss)

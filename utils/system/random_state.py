@@ -65,7 +65,7 @@ def restore(state):
         torch.set_rng_state(state["torch"].cpu())
         if "cuda" in state and torch.cuda.is_initialized():
             torch.cuda.set_rng_state(state["cuda"].cpu())
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
         raise ValueError(f"the random states of the checkpoint cannot be used ({error})") from error
 
 
