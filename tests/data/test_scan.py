@@ -103,7 +103,7 @@ def test_a_folder_in_place_of_a_label_file(tmp_path):
 def test_nothing_usable_is_an_error_with_reasons(tmp_path):
     folder = make_dataset(tmp_path, {"a": BOX})
     (tmp_path / "images/train/a.jpg").write_bytes(b"<html>")
-    with pytest.raises(ValueError, match=r"none of the 1 images can be used.*not an image: .*a.jpg"):
+    with pytest.raises(ValueError, match=r"none of the 1 images can be used.*not an image but a web page: .*a.jpg"):
         scan_dataset(folder)
 
 

@@ -29,6 +29,13 @@ VIDEO_SUFFIXES = ("mov", "avi", "mp4", "mpg", "mpeg", "m4v", "wmv", "mkv")
 
 READABLE_FORMATS = ("BMP", "JPEG", "PNG", "TIFF", "WEBP", "MPO")  # by content, whatever the suffix says
 MIN_SIDE = 10  # pixels
+MAX_BANDS = 4  # of a TIFF
+FIRST_BYTES = {  # in small letters; for messages
+    b"<svg": "an SVG drawing", b"<?xml": "an XML file (an SVG drawing?)", b"<!doctype html": "a web page",
+    b"<html": "a web page", b"version https://git-lfs": "a Git LFS pointer, fetch the file with git lfs pull",
+    b"%pdf": "a PDF", b"pk\x03\x04": "a zip archive", b"\x1f\x8b": "a gzip archive", b"\xff\x0a": "a JPEG XL image",
+    b"\x00\x00\x00\x0cjxl ": "a JPEG XL image", b"fujifilm": "a raw file of a camera", b"riff": "a film or a sound",
+}  # fmt: skip
 JPEG_TAIL = 4096  # bytes at the end in which a healthy JPEG has its end marker
 JPEG_END = b"\xff\xd9"
 
@@ -150,13 +157,24 @@ def _verify_open_file(path, file):
         if _is_tiff(start):  # OpenCV knows more kinds of TIFF than Pillow
             return _verify_rare_tiff(path)
         known = not isinstance(error, Image.UnidentifiedImageError)
-        raise ValueError(f"broken header ({error})" if known else "not an image") from error
+        raise ValueError(f"broken header ({error})" if known else f"not an image{_kind_of(file)}") from error
     if image.format not in READABLE_FORMATS:
         raise ValueError(f"content is {image.format}, which is not supported")
     if image.format in ("JPEG", "MPO") and not _jpeg_is_complete(file):
         raise ValueError("truncated JPEG (no end marker)")
     _decode_with_pillow(path)
     return image_size(path)
+
+
+def _kind_of(file):
+    """What an open file that is no image says with its first bytes that it is, as the rest of a message."""
+    file.seek(0)
+    start = file.read(256)
+    if start[4:8] == b"ftyp":
+        brand = start[8:12].decode("latin-1").strip("\0 ")
+        return f" but a {brand} file (HEIC, AVIF and films are such); convert it to jpg or png"
+    kinds = (name for mark, name in FIRST_BYTES.items() if start.lstrip().lower().startswith(mark))
+    return "".join(f" but {name}" for name in list(kinds)[:1])
 
 
 def _decode_with_pillow(path):
@@ -175,6 +193,13 @@ def _decode_with_pillow(path):
 def _verify_rare_tiff(path):
     try:
         image_size(path)  # a broken header is refused here, so that OpenCV does not print about it
+        with Path(path).open("rb") as file:
+            bands = _tiff_header(file)[4]
+    except ValueError as error:
+        raise ValueError("not a readable TIFF") from error
+    if bands > MAX_BANDS:
+        raise ValueError(f"TIFF with {bands} bands, at most {MAX_BANDS} are supported; write three of them to a file")
+    try:
         height, width = read_image(path).shape[:2]
     except ValueError as error:
         raise ValueError("not a readable TIFF") from error
@@ -217,7 +242,7 @@ def _is_tiff(start):
 
 
 def _tiff_header(file):
-    """(width, height as stored, orientation, bits per sample) of the first image of an open TIFF file."""
+    """(width, height as stored, orientation, bits per sample, bands) of the first image of an open TIFF file."""
     file.seek(0)
     directory = TiffImagePlugin.ImageFileDirectory_v2(file.read(8))
     file.seek(directory.next)
@@ -225,7 +250,8 @@ def _tiff_header(file):
     bits = directory.get(TiffImagePlugin.BITSPERSAMPLE, 1)
     bits = max(bits) if isinstance(bits, tuple) else bits
     width, height = directory[TiffImagePlugin.IMAGEWIDTH], directory[TiffImagePlugin.IMAGELENGTH]
-    return width, height, directory.get(ORIENTATION, 1), bits
+    bands = directory.get(TiffImagePlugin.SAMPLESPERPIXEL, 1)
+    return width, height, directory.get(ORIENTATION, 1), bits, bands
 
 
 def _is_deep_tiff(data):
