@@ -19,7 +19,7 @@ OTHER_IMAGE_SUFFIXES = (
 )  # fmt: skip
 NOT_SUPPORTED = "image suffix not supported"
 LABEL_SUFFIXES = ("txt", "xml", "json")  # of files that may be the labels of an image of that name
-MAX_ABOVE = 4  # folders above an image in which one for labels is looked for
+MAX_ABOVE = 3  # folders above an image in which one for labels is looked for
 
 
 def expand_paths(path):
@@ -170,14 +170,14 @@ def labels_next_door(missing):
     def folders_for(image_folder, label_folder):
         above = os.path.dirname(label_folder)
         found = [label_folder, image_folder, above, *(os.path.join(above, name) for name in names_in(above).values())]
-        outer, inner = image_folder, ""
-        for _ in range(MAX_ABOVE):
+        outer, inner = image_folder, []  # the folders between the two, that of all images left out, may be there again
+        for _ in range(MAX_ABOVE + 1):
+            names = [name for lower, name in names_in(outer).items() if lower.startswith(("label", "annotation"))]
+            found += [os.path.join(outer, name, *below) for name in names for below in (inner[1:], [])]
             outer, folder = os.path.split(outer)
             if not folder:
                 break
-            names = [name for lower, name in names_in(outer).items() if "label" in lower or "annotation" in lower]
-            found += [os.path.join(outer, name, below) for name in names for below in dict.fromkeys((inner, ""))]
-            inner = os.path.join(folder, inner) if inner else folder
+            inner = [folder, *inner]
         return list(dict.fromkeys(found))
 
     def nearest(image, label):

@@ -13,6 +13,7 @@ How other sample types become 8-bit BGR:
 """
 
 import io
+import logging
 import os
 import stat
 from pathlib import Path
@@ -23,6 +24,8 @@ from PIL import Image, ImageOps, TiffImagePlugin
 
 from utils.data.exif import ORIENTATION, TIFF_MAGIC, read_orientation, turn, upright
 from utils.system.files import printable
+
+logging.getLogger("PIL.TiffImagePlugin").setLevel(logging.CRITICAL)  # what is wrong with a file is said here
 
 IMAGE_SUFFIXES = ("bmp", "jpg", "jpeg", "png", "tif", "tiff", "dng", "webp", "mpo")
 VIDEO_SUFFIXES = ("mov", "avi", "mp4", "mpg", "mpeg", "m4v", "wmv", "mkv")
@@ -96,7 +99,10 @@ def read_image(path):
 def _read_with_opencv(data):
     """The image [h x w x 3, uint8, BGR], or None if OpenCV cannot read it."""
     try:
-        if _is_deep_tiff(data):
+        bits, bands = _tiff_samples(io.BytesIO(data)) if _is_tiff(data) else (0, 0)
+        if bands > MAX_BANDS:  # Pillow takes the first three of some; OpenCV would print about it at every reading
+            return None
+        if bits > 16:  # which OpenCV does not convert to 8 bits itself
             samples = cv2.imdecode(data, cv2.IMREAD_UNCHANGED)  # for TIFF this applies the orientation as well
             return None if samples is None else _three_channels(to_8bit(samples))
         if _is_webp(data):  # its orientation is known to OpenCV 5, not to OpenCV 4.8
@@ -136,7 +142,13 @@ def verify_image(path):
         if not stat.S_ISREG(os.stat(path).st_mode):  # to open a pipe would wait for ever
             raise ValueError("cannot be opened (not a file)")
         with Path(path).open("rb") as file:
-            size = _verify_open_file(path, file)
+            try:
+                size = _verify_open_file(path, file)
+            except ValueError as error:
+                if (bands := _tiff_samples(file)[1]) > MAX_BANDS:
+                    advice = f"at most {MAX_BANDS} are supported; write three of them to a file"
+                    raise ValueError(f"TIFF with {bands} bands, {advice}") from error
+                raise
     except OSError as error:
         raise ValueError(f"cannot be opened ({error.strerror or error})") from error
     if min(size) < MIN_SIDE:
@@ -172,7 +184,7 @@ def _kind_of(file):
     start = file.read(256)
     if start[4:8] == b"ftyp":
         brand = start[8:12].decode("latin-1").strip("\0 ")
-        return f" but a {brand} file (HEIC, AVIF and films are such); convert it to jpg or png"
+        return f" but a file of the kind {brand} (HEIC, AVIF and films are such); convert it to jpg or png"
     kinds = (name for mark, name in FIRST_BYTES.items() if start.lstrip().lower().startswith(mark))
     return "".join(f" but {name}" for name in list(kinds)[:1])
 
@@ -193,13 +205,6 @@ def _decode_with_pillow(path):
 def _verify_rare_tiff(path):
     try:
         image_size(path)  # a broken header is refused here, so that OpenCV does not print about it
-        with Path(path).open("rb") as file:
-            bands = _tiff_header(file)[4]
-    except ValueError as error:
-        raise ValueError("not a readable TIFF") from error
-    if bands > MAX_BANDS:
-        raise ValueError(f"TIFF with {bands} bands, at most {MAX_BANDS} are supported; write three of them to a file")
-    try:
         height, width = read_image(path).shape[:2]
     except ValueError as error:
         raise ValueError("not a readable TIFF") from error
@@ -254,14 +259,13 @@ def _tiff_header(file):
     return width, height, directory.get(ORIENTATION, 1), bits, bands
 
 
-def _is_deep_tiff(data):
-    """Whether `data` is a TIFF with more than 16 bits a sample, which OpenCV does not convert to 8 bits itself."""
-    if not _is_tiff(data):
-        return False
+def _tiff_samples(file):
+    """(bits a sample, bands) of an open TIFF file; zeros if it is none, or has a broken header."""
     try:
-        return _tiff_header(io.BytesIO(data))[3] > 16
-    except Exception:  # a broken header: let the ordinary reader refuse it
-        return False
+        file.seek(0)
+        return _tiff_header(file)[3:] if _is_tiff(file.read(4)) else (0, 0)
+    except Exception:  # let the ordinary reader refuse it
+        return 0, 0
 
 
 def _is_webp(data):

@@ -173,9 +173,10 @@ def _judge_rows(records, label_files):
         return []
     length, columns = lengths[0], of_set[lengths[0]]
     count = (length - 5) // 2
+    shapes = f"[{count}, 2]" + (f" or [{(length - 5) // 3}, 3]" if length % 3 == 2 else "")
     reason = (
         f"all rows but plain boxes have {length} numbers, read as polygons of {count + 2} points; if they are boxes "
-        f"with {count} keypoints, say kpt_shape: [{count}, 2] in the data yaml"
+        f"with keypoints, say kpt_shape: {shapes} in the data yaml"
     )
     places = [printable(file) for file, record in zip(label_files, records, strict=True) if record.columns][:1]
     return [Finding(ROW_KEPT, reason, columns.rows, places)] if columns.rows > 1 else []
