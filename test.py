@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from models.experimental import attempt_load
-from utils.config.data_yaml import load_data_yaml
+from utils.config.data_yaml import check_same_names, load_data_yaml
 from utils.config.options import check_img_size, check_test_options, test_parser
 from utils.data.scan import check_labels
 from utils.datasets import create_dataloader
@@ -34,7 +34,7 @@ def open_loader(opt, data, split, image_size, stride, batch_size):
     if not path:
         raise ValueError(f"{opt.data} has no '{split}' entry to score")
     loader, dataset = create_dataloader(
-        path, image_size, batch_size, stride, opt, pad=0.5, rect=True, prefix=f"{split}: "
+        path, image_size, batch_size, stride, opt, pad=0.5, rect=True, prefix=f"{split}: ", keypoints=data.keypoints
     )
     check_labels(dataset, data, opt.strict_data)
     return loader
@@ -50,12 +50,14 @@ def fix_one_class_scores(model):
 
 
 def check_classes(model, weights, data, opt):
-    """Raise ValueError when the detector knows another number of classes than the data set has."""
+    """Raise ValueError when the detector knows another number of classes than the data set, warn of other names."""
     if len(model.names) != data.nc and not opt.single_cls:
         raise ValueError(
             f"{weights[-1]} detects {len(model.names)} classes, but {opt.data} has {data.nc}; give the data yaml of "
             "its training, or --single-cls"
         )
+    if not opt.single_cls:
+        check_same_names(data, model.names, weights[-1], opt.strict_data, same_data=True)
 
 
 def score(opt, weights, data, *, image_size, conf_thres, iou_thres, plots=True, save_json=False):

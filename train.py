@@ -17,7 +17,7 @@ from models.experimental import rebuild
 from models.yolo import Model
 from test import score_checkpoint
 from utils import head_config
-from utils.config.data_yaml import load_data_yaml
+from utils.config.data_yaml import check_same_names, load_data_yaml
 from utils.config.hyp import load_hyp, save_hyp, scale_hyp
 from utils.config.options import save_options, train_parser
 from utils.data.sampler import draw_image_indices, labels_to_class_weights
@@ -79,6 +79,7 @@ def train(given):
 
     stride = max(int(model.stride.max()), 32)
     loaders = open_loaders(run, paths.loader, stride, progress.start_epoch)
+    resume.note_images(progress, loaders.dataset.img_files, opt)
     report, checkpoints = open_records(given, paths, progress, heads_of(model))
     report.also(steps.scalars)
     if not opt.resume:
@@ -191,6 +192,8 @@ def build_model(run):
     stored = read_checkpoint(opt.weights)
     source = stored.for_training()
     check_finite(source, opt.weights)
+    if not opt.single_cls:
+        check_same_names(run.data, source.attributes.get("names"), opt.weights, opt.strict_data, same_data=opt.resume)
     if not opt.cfg and source.yaml is None:
         raise ValueError(f"{opt.weights} does not say which model it belongs to; give --cfg")
     if heads is None and not opt.cfg:

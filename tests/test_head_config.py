@@ -1,5 +1,6 @@
 """Head configurations: the shipped ones, reading, and what is said about wrong ones."""
 
+import re
 from argparse import Namespace
 
 import pytest
@@ -148,3 +149,18 @@ def test_options(tmp_path):
 def test_id_ranges():
     assert id_ranges([0, 24, 25, 26, 31]) == "0, 24-26, 31"
     assert id_ranges([2, 1]) == "1-2" and id_ranges([5]) == "5" and id_ranges([]) == ""
+
+
+@pytest.mark.parametrize("text", ["010", "1.10", "12:30", "yes", "null", "~", "2024-01-05", "1e3"])
+def test_names_stay_the_text_of_the_file(text, tmp_path):
+    (tmp_path / "heads.yaml").write_text(
+        f"nc: 2\nheads: 2\ngrouping: {text}\nnames: [{text}, b]\nhead_assignments:\n"
+        f"  head_0: {{classes: [0], name: {text}}}\n  head_1: {{classes: [0], name:}}\n"
+    )
+    with pytest.raises(
+        ValueError, match=re.escape(f"0 ({text}) in head_0 and head_1; classes that no head has: 1 (b)")
+    ):
+        HeadConfig(tmp_path / "heads.yaml")
+    (tmp_path / "heads.yaml").write_text((tmp_path / "heads.yaml").read_text().replace("[0], name:}", "[1], name:}"))
+    config = HeadConfig(tmp_path / "heads.yaml")
+    assert (config.grouping, config.head_names) == (text, [text, "Head 1"])

@@ -129,7 +129,7 @@ def main(opt):
     if opt.heads < 1:
         raise ValueError(f"--heads {opt.heads} has to be at least 1")
     data = load_data_yaml(opt.data, needed=("train",))
-    scanned = scan_dataset(data.train, prefix="train: ")
+    scanned = scan_dataset(data.train, "train: ", data.keypoints)
     check_class_ids(scanned.labels, scanned.label_files, data.nc, data.names)
     counts, shapes = box_statistics(scanned, data.nc)
     content = describe(make_groups(counts, shapes, opt.heads, opt.by, opt.seed), counts, data.names, opt.by)

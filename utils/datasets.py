@@ -51,6 +51,7 @@ def create_dataloader(
     quad: bool = False,
     prefix: str = "",
     subset_filter: Callable[[ScannedDataset], ScannedDataset] | None = None,
+    keypoints: tuple | None = None,
     persistent_workers: bool = False,
     worker_tensor: bool = False,
     **fast: Any,
@@ -66,7 +67,7 @@ def create_dataloader(
         dataset = LoadImagesAndLabels(
             path, imgsz, batch_size, augment=augment, hyp=hyp, rect=rect, image_weights=image_weights,
             cache_images=cache, single_cls=opt.single_cls, stride=int(stride), pad=pad, prefix=prefix,
-            subset_filter=subset_filter,
+            subset_filter=subset_filter, keypoints=keypoints,
         )  # fmt: skip
     batch_size = min(batch_size, len(dataset))
     workers = min((os.cpu_count() or 1) // world_size, batch_size if batch_size > 1 else 0, workers)

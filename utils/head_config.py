@@ -18,7 +18,7 @@ Every class belongs to exactly one head. The same file may be a data yaml as wel
 import difflib
 from pathlib import Path
 
-from utils.config.data_yaml import read_yaml
+from utils.config.data_yaml import NAME_TEXT, read_yaml
 from utils.system.files import printable
 
 KEYS = {"nc", "heads", "grouping", "full_head", "one_class_score", "head_assignments"}
@@ -27,6 +27,7 @@ HEAD_KEYS = {"classes", "weight", "name"}
 PASSED_OVER = {"train", "val", "test", "names", "path", "annotations", "download", "comment", "description"}
 PASSED_OVER_IN_HEAD = {"nc", "sample_count", "sample_ratio", "comment", "description"}
 ONE_CLASS_SCORES = ("learned", 1)
+TEXTS = dict.fromkeys(("names", "name", "grouping"), NAME_TEXT)  # 010 and yes are words there
 
 
 class HeadConfig:
@@ -46,7 +47,7 @@ class HeadConfig:
                 f"{printable(path)}: this head configuration does not exist; give a file such as "
                 "data/coco_320_1b4h_standard.yaml, or make one with tools/group_classes.py"
             )
-        self._read(read_yaml(path), printable(path), full_head)
+        self._read(read_yaml(path, TEXTS), printable(path), full_head)
 
     @classmethod
     def from_description(cls, content, path="the head configuration"):
@@ -239,7 +240,7 @@ def _head(entry, head, where):
     weight = entry.get("weight", 1.0)
     if type(weight) not in (int, float) or not 0 < weight < float("inf"):
         raise ValueError(f"{where}: weight must be a positive number, not {weight!r}")
-    return list(classes), float(weight), str(entry.get("name", f"Head {head}"))
+    return list(classes), float(weight), str(entry.get("name") or f"Head {head}")
 
 
 def _check_partition(head_classes, nc, names, path):

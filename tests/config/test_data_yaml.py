@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from utils.config.data_yaml import load_data_yaml
+from utils.config.data_yaml import DataConfig, check_same_names, load_data_yaml
 from utils.system import files
 
 COCO_YAMLS = ("coco", "coco320", "coco480", "coco640")
@@ -113,8 +113,8 @@ def test_entries_that_are_no_paths(here):
     write(here / "data.yaml", "train: {a: b}\n" + NAMES)
     with pytest.raises(ValueError, match="train must be a path or a list of paths"):
         load_data_yaml("data.yaml")
-    write(here / "data.yaml", "val: [1]\n" + NAMES)
-    with pytest.raises(ValueError, match="val must be a path or a list of paths, found 1"):
+    write(here / "data.yaml", "val: [[1]]\n" + NAMES)
+    with pytest.raises(ValueError, match=r"val must be a path or a list of paths, found \['1'\]"):
         load_data_yaml("data.yaml", needed=("val",))
 
 
@@ -184,10 +184,107 @@ def test_single_class(here):
     assert classes(here, "nc: 1\nnames: [cell]", single_cls=True) == (1, ["cell"])
 
 
-def test_names_that_yaml_does_not_read_as_text(here, caplog):
-    assert classes(here, "names: [no, 7, stop]")[1] == ["False", "7", "stop"]
-    assert "names[0] is read as False; put the name in quotes" in caplog.text
-    assert len(caplog.messages) == 1
+ODD_NAMES = [
+    "010", "1.10", "12:30", "no", "null", "1e3", ".5", "0x10", "~", "2024-01-05", "=", "<<", "1_0", "+1", ".nan", "0o7",
+    "grün", "on", "7",
+]  # fmt: skip
+
+
+def test_names_stay_the_text_of_the_file(here, caplog):
+    lists = "".join(f"- {name}\n" for name in ODD_NAMES if name not in ("=", "<<"))
+    dicts = "".join(f"    {number}: {name}\n" for number, name in enumerate(ODD_NAMES))
+    plain = [name for name in ODD_NAMES if f"- {name}\n" in lists]
+    assert classes(here, f"names: [{', '.join(ODD_NAMES)}, 2024-13-45]")[1] == [*ODD_NAMES, "2024-13-45"]
+    assert classes(here, f"names: {ODD_NAMES}")[1] == ODD_NAMES  # quoted
+    assert classes(here, f"names:\n{dicts}")[1] == ODD_NAMES
+    assert classes(here, f"names:\n{lists}")[1] == plain
+    assert classes(here, f"old: &n\n{lists}names: *n")[1] == plain
+    assert classes(here, f"common: &c\n  names:\n{dicts}<<: *c")[1] == ODD_NAMES
+    assert classes(here, "old: &n {0: 010, 1: yes}\nnames: {<<: *n, 2: off}")[1] == ["010", "yes", "off"]
+    assert not caplog.messages
+
+
+def test_names_that_are_no_text_are_said(here, caplog):
+    assert classes(here, "names: [a, {b: c}, '']")[1] == ["a", "{'b': 'c'}", ""]
+    assert "names[1] is read as {'b': 'c'}; put the name in quotes" in caplog.text
+    assert "names[2] is empty; give it a name" in caplog.text
+
+
+def test_ids_are_decimal_whatever_zeros_they_begin_with(here):
+    names = [f"c{n}" for n in range(11)]
+    assert classes(here, "names:\n" + "".join(f"  {n:03}: c{n}\n" for n in range(11)))[1] == names
+    assert classes(here, "names: {0x0: a, 0b1: b}")[1] == ["a", "b"]
+
+
+def test_equal_names_are_said(here, caplog):
+    classes(here, "names: [car, bus, car, bus]")
+    assert "data.yaml: 'car' is the name of the classes 0 and 2 (and 1 more such names)" in caplog.text
+
+
+@pytest.mark.parametrize("folder", ["0123", "1.10", "2024-01-05", "12:30", "yes", "1e3", "0x10", "null/x", "~x"])
+def test_folders_stay_the_text_of_the_file(here, folder):
+    for place in ("train", "val"):
+        (here / folder / place).mkdir(parents=True)
+    write(here / "data.yaml", f"path: {folder}\ntrain: train\nval: [val]\n{NAMES}")
+    assert load_data_yaml("data.yaml").train == f"./{folder}/train"
+    write(here / "data.yaml", f"train: {folder}\nval: [{folder}, {folder}/val]\ntest: ~\n{NAMES}")
+    data = load_data_yaml("data.yaml")
+    assert (data.train, data.val, data.test) == (folder, [folder, f"{folder}/val"], None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('train: "C:\\new\\train"', r"C:\\new\\train does not exist.*a backslash inside double quotes.*single quotes"),
+        ('train: "C:\\data\\train"', r"data.yaml:1: .*unknown escape character 'd' \(a backslash inside double quotes"),
+        ('train: "C:\\Users\\x"', r"data.yaml:1: .*escape sequence of 8.* \(a backslash inside double quotes"),
+        ('path: "D:\\torch"\ntrain: x', "odd characters come of a backslash"),
+        ("train: |\n  a\n  b", "of several lines: .* a list for several paths"),
+    ],
+)
+def test_backslashes_in_double_quotes(here, text, message):
+    write(here / "data.yaml", f"{text}\nval: .\n{NAMES}")
+    with pytest.raises(ValueError, match=message):
+        load_data_yaml("data.yaml")
+
+
+def test_keypoints(here):
+    def keypoints(line):
+        write(here / "data.yaml", f"{line}\n{SPLITS}{NAMES}", "ds/images/train", "ds/images/val")
+        return load_data_yaml("data.yaml").keypoints
+
+    assert [keypoints(line) for line in ("", "kpt_shape:", "kpt_shape: []")] == [None] * 3
+    assert keypoints("kpt_shape: [17, 3]") == (17, 3)
+    assert keypoints("kpt_shape: ['4', 2.0]") == (4, 2)
+    for wrong in ("17", "[17]", "[17, 4]", "[0, 2]", "[x, 2]", "{a: 1}", "[1, 2, 3]", "[999999999, 2]"):
+        with pytest.raises(ValueError, match=r"data.yaml: kpt_shape must be \[number of keypoints"):
+            keypoints(f"kpt_shape: {wrong}")
+
+
+NAMED = DataConfig(None, None, None, 3, ["car", "bus", "van"], False, None, {})
+
+
+@pytest.mark.parametrize(
+    ("names", "same_data", "said"),
+    [
+        (["car", "bus", "van"], True, ""),
+        (["0", "1", "2"], True, ""),  # a model that was built without names
+        (["a", "b"], True, ""),  # another number: the head is a new one
+        (None, True, ""),
+        (["bus", "car", "van"], False, "w.pt: class 0 is called 'bus' by the model but 'car' by the data yaml, which "
+                                       "calls class 1 so (2 of 3 names differ)"),
+        ({0: "bus", 1: "car", 2: "van"}, True, "which calls class 1 so"),
+        (["car", "van", "cart"], False, "class 1 is called 'van'"),
+        (["Car", "bus", "van"], False, ""),  # a model trained further on classes of other names
+        (["Car", "bus", "van"], True, "class 0 is called 'Car' by the model but 'car' by the data yaml (1 of 3"),
+    ],
+)  # fmt: skip
+def test_names_of_the_model_and_of_the_data(names, same_data, said, caplog):
+    check_same_names(NAMED, names, "w.pt", strict=False, same_data=same_data)
+    assert said in caplog.text and bool(said) == bool(caplog.messages)
+    if said:
+        with pytest.raises(ValueError, match="--strict-data: w.pt: class"):
+            check_same_names(NAMED, names, "w.pt", strict=True, same_data=same_data)
 
 
 def test_a_key_that_stands_twice_is_said(here, caplog):
@@ -208,7 +305,7 @@ def test_a_key_that_stands_twice_is_said(here, caplog):
         (b"train: a\n\tval: b\n", r"data.yaml:2: not valid yaml"),
         (b"a: 1\nnames: [caf\xe9]\n", r"data.yaml:2: not valid yaml: .*; save the file as UTF-8 text"),
         (b"a: !!python/object/apply:os.system ['touch ran']\n", r"data.yaml:1: not valid yaml"),
-        (b"names: !!float x\n", "data.yaml:1: not valid yaml: could not convert string to float: 'x'"),
+        (b"nc: !!float x\n", "data.yaml:1: not valid yaml: could not convert string to float: 'x'"),
         (b"nc: 2024-99-99\n", "data.yaml:1: not valid yaml: month must be in 1..12"),
         (b"names: " + b"[" * 1200, "data.yaml:1: not valid yaml: brackets nested too deeply"),
         (b"names: &a [*a]\n", "data.yaml: more than 200000 entries once its .aliases are written out"),

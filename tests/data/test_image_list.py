@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from utils.data.image_list import expand_paths, find_images, img2label_paths
+from utils.data.image_list import expand_paths, find_images, img2label_paths, labels_next_door
 
 
 @pytest.mark.parametrize(
@@ -91,6 +91,16 @@ def test_list_files(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.parametrize("suffix", ["gif", "HEIC", "avif", "jfif", "svg", "nef", "tga"])
+def test_formats_that_are_not_supported_are_called_alike(suffix, tmp_path):
+    touch(tmp_path, "images/a.jpg", f"images/b.{suffix}")
+    (tmp_path / "list.txt").write_text(f"images/a.jpg\nimages/b.{suffix}\nimages/c.{suffix}\n")
+    (folder_note,), list_notes = find_images(tmp_path)[1], find_images(tmp_path / "list.txt")[1]
+    assert folder_note.reason == list_notes[0].reason == "image suffix not supported"
+    assert list_notes[0].place == f"{tmp_path}/list.txt:2 images/b.{suffix}"
+    assert list_notes[1].reason.startswith("no such file")
+
+
 def test_lists_of_entries(tmp_path):
     touch(tmp_path, "a/1.jpg", "b/2.jpg")
     (tmp_path / "b.txt").write_text("./b/2.jpg\n./a/1.jpg", encoding="utf-16")
@@ -106,6 +116,50 @@ def test_paths_that_lead_nowhere(tmp_path):
     touch(tmp_path / "one", "a.jpg")
     with pytest.raises(ValueError, match="a.jpg is one image; a folder of images or a list"):
         expand_paths(tmp_path / "one/a.jpg")
+    kinds = {"a.gif": "one image", "v.mp4": "a video", "d.zip": "an archive", "d.yaml": "a data yaml"}
+    for name, kind in kinds.items():
+        touch(tmp_path / "other", name)
+        with pytest.raises(ValueError, match=f"{name} is {kind}; a folder of images or a list"):
+            expand_paths(tmp_path / "other" / name)
     (tmp_path / "list.txt").write_text("gone.jpg")
     with pytest.raises(ValueError, match=r"no images in .*list.txt:1 gone.jpg: no such file"):
         expand_paths(tmp_path / "list.txt")
+
+
+@pytest.mark.parametrize(
+    ("image", "files", "found"),
+    [
+        ("images/train/a.jpg", ["labels/train/a.TXT"], "labels/train/a.TXT"),
+        ("images/train/a.jpg", ["labels/train/A.txt"], "labels/train/A.txt"),
+        ("images/train/a.jpg", ["images/train/a.txt"], "images/train/a.txt"),
+        ("images/train/a.jpg", ["images/train/a.Txt"], "images/train/a.Txt"),
+        ("images/train/a.jpg", ["labels/val/a.txt"], "labels/val/a.txt"),
+        ("images/train/a.jpg", ["labels/a.txt"], "labels/a.txt"),
+        ("images/train/a.jpg", ["Labels/train/a.txt"], "Labels/train/a.txt"),
+        ("images/train/a.jpg", ["labelTxt/train/a.txt"], "labelTxt/train/a.txt"),
+        ("images/train/a.jpg", ["labelTxt/a.txt"], "labelTxt/a.txt"),
+        ("images/train/a.jpg", ["train/labels/a.txt"], ""),  # too far away
+        ("images/train/a.jpg", ["images/labels/a.txt"], "images/labels/a.txt"),
+        ("images/train/a.jpg", ["images/train/labels/a.txt"], "images/train/labels/a.txt"),
+        ("Images/train/a.jpg", ["labels/train/a.txt"], "labels/train/a.txt"),
+        ("JPEGImages/a.jpg", ["Annotations/a.xml"], "Annotations/a.xml"),
+        ("img/a.jpg", ["labels/a.txt"], "labels/a.txt"),
+        ("a.jpg", ["labels/a.txt"], "labels/a.txt"),
+        ("images/train/a.jpg", ["images/train/a.json"], "images/train/a.json"),
+        ("images/train/a.jpg", ["labels/train/a.txt.bak", "labels/train/ab.txt"], ""),
+        ("images/train/a.b.jpg", ["labels/train/a.b.TXT"], "labels/train/a.b.TXT"),
+        # what belongs to another image
+        ("images/train/a.jpg", ["labels/val/a.txt", "images/val/a.png"], ""),
+        ("images/train/a.jpg", ["labels/a.txt", "images/a.jpg"], ""),
+        ("images/train/a.jpg", ["labels/train/a.txt"], None),
+    ],
+)  # fmt: skip
+def test_labels_next_door(image, files, found, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    touch(tmp_path, image, *files)
+    if found is None:
+        assert Path(img2label_paths([image])[0]).exists()
+        return
+    for place in (image, str(tmp_path / image)):
+        expected = str(tmp_path / found) if place != image and found else found
+        assert labels_next_door([(place, *img2label_paths([place]))]) == [expected]

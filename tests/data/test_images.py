@@ -248,8 +248,17 @@ def test_flipped_bits_in_a_png_are_found(tmp_path):
     ("data", "reason"),
     [
         (b"", "empty file"),
-        (b"<html></html>", "not an image"),
-        (b"\xff\xd8\xff", "not an image"),
+        (b"<html></html>", "not an image but a web page"),
+        (b"\n <!DOCTYPE HTML>", "not an image but a web page"),
+        (b"<svg></svg>", "not an image but an SVG drawing"),
+        (b"<?xml version='1.0'?><svg/>", "not an image but an XML file .an SVG drawing"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "not an image but a Git LFS pointer"),
+        (b"%PDF-1.7", "not an image but a PDF"),
+        (b"\xff\x0a" + bytes(20), "not an image but a JPEG XL image"),
+        (b"\0\0\0\x18ftypheic" + bytes(40), "not an image but a file of the kind heic .*convert it to jpg"),
+        (b"FUJIFILMCCD-RAW ", "not an image but a raw file of a camera"),
+        (b"0 0.5 0.5 0.1 0.1", "not an image$"),
+        (b"\xff\xd8\xff", "not an image$"),
         (b"II*\0\x08\0\0\0", "not a readable TIFF"),
     ],
 )
@@ -305,3 +314,53 @@ def test_a_broken_exif_block_does_no_harm(tmp_path):
     for garbage in (bytes(8), b"\xff" * 8, b"MM\0*\xff\xff\xff\xff"):
         file.write_bytes(data[:start] + garbage + data[start + 8 :])
         assert images.verify_image(file) == images.read_image(file).shape[1::-1] == (32, 24)
+
+
+def tiff(samples, photometric=2, planar=1):
+    """An uncompressed TIFF of samples [h x w x bands], as Pillow writes none of more than four bands."""
+    height, width, bands = samples.shape
+    data = (samples if planar == 1 else samples.transpose(2, 0, 1)).tobytes()
+    strips = bands if planar == 2 else 1
+    kind = {"u": 1, "i": 2, "f": 3}[samples.dtype.kind]
+    tags = {256: width, 257: height, 258: [samples.itemsize * 8] * bands, 259: 1, 262: photometric,
+            273: [0] * strips, 277: bands, 278: height, 279: [len(data) // strips] * strips, 284: planar,
+            338: [0] * max(bands - 3, 0), 339: [kind] * bands}  # fmt: skip
+    tags = {tag: value if isinstance(value, list) else [value] for tag, value in tags.items() if value != []}
+    start = 8 + 2 + 12 * len(tags) + 4
+    sizes = {tag: 4 * len(value) if len(value) > 1 else 0 for tag, value in tags.items()}
+    first = start + sum(sizes.values())
+    tags[273] = [first + len(data) // strips * strip for strip in range(strips)]
+    entries, values = b"", b""
+    for tag, value in tags.items():
+        packed = struct.pack(f"<{len(value)}I", *value)
+        place = packed if len(value) == 1 else struct.pack("<I", start + len(values))
+        values += packed if len(value) > 1 else b""
+        entries += struct.pack("<HHI", tag, 4, len(value)) + place
+    return b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4) + values + data
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.float32, np.float64])
+@pytest.mark.parametrize("bands", [3, 5, 7, 8, 12])
+@pytest.mark.parametrize("planar", [1, 2])
+def test_tiffs_of_many_bands(tmp_path, capfd, caplog, kind, bands, planar):
+    """The first three bands where Pillow knows which they are, else one sentence; no library prints a word."""
+    values = np.random.default_rng(0).random((32, 24, bands)) * (1 if np.dtype(kind).kind == "f" else 255)
+    (tmp_path / "a.tif").write_bytes(tiff(values.astype(kind), planar=planar))
+    try:
+        assert images.verify_image(tmp_path / "a.tif") == (24, 32)
+        assert images.read_image(tmp_path / "a.tif").shape == (32, 24, 3)
+    except ValueError as error:
+        assert bands > 3 and f"TIFF with {bands} bands, at most 4 are supported" in str(error)
+    out, err = capfd.readouterr()
+    assert (out, err, caplog.text) == ("", "", "")
+
+
+@pytest.mark.parametrize("kind", ["WEBP", "PNG", "TIFF"])
+def test_the_first_of_several_frames(tmp_path, kind):
+    frames = [Image.fromarray(IMAGE), Image.fromarray(255 - IMAGE)]
+    file = tmp_path / f"a.{kind.lower()}"
+    frames[0].save(
+        file, kind, save_all=True, append_images=frames[1:], **({"lossless": True} if kind == "WEBP" else {})
+    )
+    assert images.verify_image(file) == (32, 24)
+    assert np.array_equal(images.read_image(file)[..., ::-1], IMAGE)

@@ -1,6 +1,7 @@
 import logging
 import os
 import pickle
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -152,3 +153,19 @@ def test_a_cache_that_cannot_be_written_costs_one_warning(tmp_path, scans, monke
     assert len(scans) == 2
     assert len(caplog.messages) == 2
     assert "label cache not saved (Permission denied)" in caplog.messages[0]
+
+
+def test_two_processes_at_once(tmp_path):
+    """Both write the cache of one folder again and again; each gets the labels that it asks for."""
+    folder = make_dataset(tmp_path, {"a": "0 .5 .5 .2 .2 .1 .1 .3 .4", "b": BOX})
+    children = []
+    for keypoints, polygons in ((None, 1), ((2, 2), 0)):
+        child = os.fork()
+        if not child:
+            good = False
+            with suppress(BaseException):
+                good = all(sum(map(len, scan_dataset(folder, "", keypoints).segments)) == polygons for _ in range(25))
+            os._exit(not good)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+    assert not list(tmp_path.rglob("*.tmp"))

@@ -6,8 +6,9 @@ import pytest
 
 from tests import golden_data, parity
 from tests.label_sets import BOX, TRIANGLE, make_dataset
+from utils.config.data_yaml import DataConfig
 from utils.data import scan
-from utils.data.scan import check_class_ids, check_has_boxes, scan_dataset
+from utils.data.scan import check_class_ids, check_has_boxes, check_labels, scan_dataset
 
 
 def stems(scanned):
@@ -103,7 +104,7 @@ def test_a_folder_in_place_of_a_label_file(tmp_path):
 def test_nothing_usable_is_an_error_with_reasons(tmp_path):
     folder = make_dataset(tmp_path, {"a": BOX})
     (tmp_path / "images/train/a.jpg").write_bytes(b"<html>")
-    with pytest.raises(ValueError, match=r"none of the 1 images can be used.*not an image: .*a.jpg"):
+    with pytest.raises(ValueError, match=r"none of the 1 images can be used.*not an image but a web page: .*a.jpg"):
         scan_dataset(folder)
 
 
@@ -208,3 +209,51 @@ def test_strict_data_lets_repairs_and_background_pass(tmp_path):
     scanned = scan_dataset(make_dataset(tmp_path, {"a": f"{BOX} 0.9", "b": None, "c": "", "d": "0 1.001 0.5 0.1 0.1"}))
     assert len(scanned.findings) == 3
     scan.check_nothing_dropped(scanned.findings)
+
+
+# --- label files that are shared, or lie next door --------------------------------------------------------------------
+
+
+def test_labels_next_door_are_no_background(tmp_path, caplog):
+    folder = make_dataset(tmp_path, dict.fromkeys("abcd") | {"e": BOX})
+    (tmp_path / "labels/train/a.TXT").write_text(BOX)
+    Path(folder, "b.txt").write_text(BOX)
+    Path(folder, "c.xml").write_text("<annotation/>")
+    for _ in range(2):  # from the files, then from the cache
+        caplog.clear()
+        scanned = scan_dataset(folder)
+        assert [(finding.effect, finding.times) for finding in scanned.findings] == [
+            (scan.LABEL_ELSEWHERE, 2), (scan.LABEL_ELSEWHERE, 1), (scan.NO_LABEL_FILE, 1),
+        ]  # fmt: skip
+        for file in (tmp_path / "labels/train/a.TXT", Path(folder, "b.txt"), Path(folder, "c.xml")):
+            assert f"there is {file})" in caplog.text
+    with pytest.raises(ValueError, match=r"--strict-data: label file elsewhere, .*a\.TXT"):
+        scan.check_nothing_dropped(scanned.findings)
+    (tmp_path / "labels/train/e.txt").unlink()
+    scanned = scan_dataset(folder)
+    with pytest.raises(ValueError, match=r"no label files for 5 images.*there is .*a\.TXT.*--allow-background"):
+        check_has_boxes(scanned.labels, scanned.label_files, scanned.findings)
+
+
+@pytest.mark.parametrize("other", ["a.png", "a.JPG", "a.jpeg"])
+def test_two_images_with_one_label_file(other, tmp_path, caplog):
+    folder = make_dataset(tmp_path, {"a": BOX, "b": None, "c": BOX})
+    for name in (other, "b.png"):  # nothing is shared without a label file
+        Path(folder, name).write_bytes(Path(folder, "a.jpg").read_bytes())
+    for _ in range(2):
+        caplog.clear()
+        scanned = scan_dataset(folder)
+        assert [(finding.effect, finding.times) for finding in scanned.findings] == [
+            (scan.LABEL_SHARED, 1), (scan.NO_LABEL_FILE, 2),
+        ]  # fmt: skip
+        assert all(f"{folder}/{name}" in caplog.text for name in ("a.jpg", other))
+    with pytest.raises(ValueError, match="--strict-data: label file shared .*a.txt"):
+        scan.check_nothing_dropped(scanned.findings)
+
+
+def test_strict_data_minds_equal_names(tmp_path):
+    scanned = scan_dataset(make_dataset(tmp_path, {"a": BOX}))
+    data = DataConfig(None, None, None, 3, ["car", "bus", "car"], False, None, {})
+    check_labels(scanned, data)
+    with pytest.raises(ValueError, match="--strict-data: the data yaml: 'car' is the name of the classes 0 and 2"):
+        check_labels(scanned, data, strict=True)

@@ -20,7 +20,9 @@ def scanned(labels):
 
 
 def options(**values):
-    return SimpleNamespace(**({"overfit": False, "subset_size": 0, "subset_seed": 0} | values))
+    return SimpleNamespace(
+        **({"overfit": False, "subset_size": 0, "subset_seed": 0, "allow_background": False} | values)
+    )
 
 
 COMMON = [rows(0) for _ in range(200)]
@@ -70,6 +72,18 @@ def test_overfit_takes_the_first():
     assert part.img_files == [f"{i}.jpg" for i in range(10)] and part.shapes.shape == (10, 2)
     assert len(subset.from_options(options(overfit=True, subset_size=3))(scanned(LABELS)).labels) == 3
     assert len(subset.from_options(options(overfit=True))(scanned(LABELS[:4])).labels) == 4
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_overfit_on_images_without_boxes(count):
+    data, opt = scanned([rows()] * 12 + [rows(0), rows(1)]), options(overfit=True, subset_size=count)
+    message = f"--overfit: the first {count or 10} images, .* no boxes, but 2 later .*12.jpg; .* --subset-size 13"
+    with pytest.raises(ValueError, match=message):
+        subset.from_options(opt)(data)
+    assert len(subset.from_options(options(overfit=True, subset_size=13))(data).labels) == 13
+    opt.allow_background = True
+    assert len(subset.from_options(opt)(data).labels) == count or 10
+    assert subset.from_options(options(overfit=True))(scanned([rows()] * 12))  # check_has_boxes has a word for it
 
 
 def test_without_flags_nothing_is_picked():

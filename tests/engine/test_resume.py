@@ -1,6 +1,7 @@
 """Resumed runs end bit-equal to uninterrupted ones; what changes on resume takes effect and is said."""
 
 import logging
+from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from tests import small_run
 from tests.test_train import SLOW_WARMUP, Interrupted, interrupt_after, results_of
 from utils.engine import resume
 from utils.engine.checkpoint_reader import read_checkpoint
+from utils.engine.trainer import Progress
 from utils.plots.run import read_results
 from utils.run.entry import NothingToDo
 
@@ -257,3 +259,32 @@ def test_a_run_trains_on_its_own_images_wherever_it_is_resumed(tmp_path, monkeyp
     last = tmp_path / "here" / "runs" / "run" / "weights" / "last.pt"
     assert small_run.program("train", ["--resume", str(last), "--device", "cpu"]) == 0
     assert results_of(last.parent.parent) == results_of(tmp_path / "here" / "runs" / "whole")
+
+
+@pytest.mark.parametrize("flags", [(), ("--strict-data",)])
+def test_images_that_are_gone_since(flags, tmp_path, monkeypatch, caplog):
+    last = interrupted(tmp_path, monkeypatch, 0, "--epochs", "2", *flags)
+    count = resume.of(read_checkpoint(last))["images"]["count"]
+    sorted((tmp_path / "images").rglob("*.*g"))[0].unlink()
+    said = f"the training set has {count - 1} images, and had {count} when the checkpoint was written; they are not"
+    if flags:
+        with pytest.raises(ValueError, match=f"--strict-data: .*data.yaml: {said}"):
+            resumed(last)
+    else:
+        resumed(last)
+        assert said in caplog.text
+
+
+@pytest.mark.parametrize(("before", "now", "is_said"), [
+    (["a/x.jpg", "a/y.jpg"], ["b/a/y.jpg", "b/a/x.jpg"], False),  # the data set has moved
+    (["a/x.jpg", "a/y.jpg"], ["a/x.jpg", "a/z.jpg"], True),  # as many, but others
+    (["a/x.jpg"], ["a/x.jpg", "a/y.jpg"], True),
+    (None, ["a/x.jpg"], False),  # a checkpoint of an older version
+])  # fmt: skip
+def test_which_images_a_run_had(before, now, is_said, caplog):
+    progress = Progress(1, np.zeros(1))
+    opt = Namespace(data="d.yaml", strict_data=False)
+    if before:
+        resume.note_images(progress, before, opt)
+    resume.note_images(progress, now, opt)
+    assert bool(caplog.messages) == is_said and progress.images["count"] == len(now)

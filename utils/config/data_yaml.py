@@ -12,6 +12,7 @@ An entry is looked for in this order, and the first place that exists is taken:
 
 import logging
 import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,15 @@ from utils.system.files import printable, read_text, shown
 logger = logging.getLogger(__name__)
 
 MAX_ENTRIES = 200_000  # a few lines with aliases can stand for more entries than fit into memory
+
+# YAML 1.1 makes 8 of 010, 1.1 of 1.10, 750 of 12:30, true of yes, and a date of 2024-01-05. A class or a folder of that
+# name keeps its text; `null`, `~` and nothing say that a path is not there, but may be the name of a class.
+_STR = "tag:yaml.org,2002:str"
+_TYPES = frozenset(f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float", "timestamp", "value", "merge"))
+PATH_TEXT = _TYPES
+NAME_TEXT = _TYPES | {"tag:yaml.org,2002:null"}
+PATH_KEYS = ("path", "train", "val", "test", "annotations", "download")
+DATA_TEXTS = dict.fromkeys(PATH_KEYS, PATH_TEXT) | {"names": NAME_TEXT}
 
 
 @dataclass(frozen=True)
@@ -38,6 +48,7 @@ class DataConfig:
     is_coco: bool  # COCO itself: predictions get COCO's 91 category numbers and a COCO score
     annotations: str | None  # COCO json of the val split
     raw: dict  # the file as it was read
+    keypoints: tuple | None = None  # kpt_shape (number of keypoints, 2 or 3 numbers each) where labels are of poses
 
 
 def load_data_yaml(path: str | Path, single_cls: bool = False, needed: Sequence = ("train", "val")) -> DataConfig:
@@ -47,8 +58,10 @@ def load_data_yaml(path: str | Path, single_cls: bool = False, needed: Sequence 
     for broken yaml, missing entries (with every place that was tried), and for `nc` and `names` that disagree. Nothing
     is downloaded and no command in the file is run.
     """
-    raw = read_yaml(path)
+    raw = read_yaml(path, DATA_TEXTS)
     nc, names = _classes(path, raw, single_cls)
+    if repeated := repeated_names(names):
+        logger.warning("%s: %s", printable(path), repeated)
     return DataConfig(
         **{key: _resolve_key(path, raw, key, key in needed) for key in ("train", "val", "test")},
         nc=nc,
@@ -56,17 +69,58 @@ def load_data_yaml(path: str | Path, single_cls: bool = False, needed: Sequence 
         is_coco=str(path).endswith("coco.yaml"),  # stock behaviour: the name decides
         annotations=_resolve_key(path, raw, "annotations", False),
         raw=raw,
+        keypoints=_keypoints(path, raw.get("kpt_shape")),
     )
 
 
-def read_yaml(path: str | Path) -> dict:
-    """The mapping in a yaml file; ValueError with file and line if it is not one."""
+def repeated_names(names: Sequence) -> str:
+    """A sentence about class names that several classes share; empty if there are none."""
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if not repeated:
+        return ""
+    ids = " and ".join(str(index) for index, name in enumerate(names) if name == repeated[0])
+    more = f" (and {len(repeated) - 1} more such names)" if len(repeated) > 1 else ""
+    return f"{shown(repeated[0])} is the name of the classes {ids}{more}; give each class a name of its own"
+
+
+def check_same_names(data: DataConfig, names: Sequence | dict | None, source: str, strict: bool, same_data: bool):
+    """Warn when `names`, the classes of the model in the file `source`, are not those of the data yaml at their ids.
+
+    With `same_data` (a test, a resumed run) every other name counts, else only one that is another id's name here: a
+    model may be trained further on other classes. With `strict` it is a ValueError. Nothing is said of another number
+    of classes, nor of a model whose classes have no names but their numbers.
+    """
+    theirs = [str(name) for name in (names.values() if isinstance(names, dict) else names or ())]
+    if len(theirs) != data.nc or theirs in ([str(c) for c in range(data.nc)], data.names):
+        return
+    pairs = [(c, old, new) for c, (old, new) in enumerate(zip(theirs, data.names, strict=True)) if old != new]
+    moved = [(c, old, new) for c, old, new in pairs if old in data.names]
+    if not moved and not same_data:
+        return
+    c, old, new = (moved or pairs)[0]
+    where = f", which calls class {data.names.index(old)} so" if moved else ""
+    problem = (
+        f"{printable(source)}: class {c} is called {shown(old)} by the model but {shown(new)} by the data yaml{where} "
+        f"({len(pairs)} of {data.nc} names differ); put `names` and the class ids of the labels in the model's order"
+    )
+    if strict:
+        raise ValueError(f"--strict-data: {problem}")
+    logger.warning("%s", problem)
+
+
+def read_yaml(path: str | Path, texts: dict | None = None) -> dict:
+    """The mapping in a yaml file; ValueError with file and line if it is not one.
+
+    `texts` are keys, at any depth, of which the values are text whatever YAML takes them for: PATH_TEXT or NAME_TEXT.
+    """
     try:
         text = read_text(path)
     except OSError as error:
         raise ValueError(f"{printable(path)}: cannot be read ({error.strerror})") from error
     try:
-        content = yaml.safe_load(text)
+        root = yaml.compose(text, yaml.SafeLoader)
+        root = _with_texts(root, texts, frozenset(), {}) if root and texts else root
+        content = yaml.SafeLoader("").construct_document(root) if root else None
     except Exception as error:  # PyYAML lets through whatever int(), float() and the like raise for a value
         raise ValueError(f"{printable(path)}:{_line_of(error, text)}: not valid yaml: {_problem(error)}") from error
     if not _is_bounded(content):
@@ -74,14 +128,32 @@ def read_yaml(path: str | Path) -> dict:
     if not isinstance(content, dict):
         found = "nothing, the file is empty" if content is None else type(content).__name__
         raise ValueError(f"{printable(path)}: expected `key: value` lines, found {found}")
-    for key, line in _repeated_keys(text):
+    for key, line in _repeated_keys(root):
         logger.warning("%s:%d: %s stands here once more; the last one counts", printable(path), line, shown(key))
     return content
 
 
-def _repeated_keys(text):
+def _with_texts(node, texts, tags, copies):
+    """A copy of a yaml node in which scalars of `tags`, and below the keys `texts` those of their tags, are text."""
+    if isinstance(node, yaml.ScalarNode):
+        return yaml.ScalarNode(_STR, node.value, node.start_mark, node.end_mark) if node.tag in tags else node
+    if (id(node), tags) in copies:  # aliases lead to the same node, perhaps to one that holds them
+        return copies[id(node), tags]
+    copy = copies[id(node), tags] = type(node)(node.tag, [], node.start_mark, node.end_mark)
+    if isinstance(node, yaml.SequenceNode):
+        copy.value += [_with_texts(entry, texts, tags, copies) for entry in node.value]
+    else:
+        for key, value in node.value:
+            of_value = texts.get(key.value, tags) if isinstance(key, yaml.ScalarNode) else tags
+            if tags and isinstance(key, yaml.ScalarNode) and re.fullmatch(r"0\d+", key.value):  # an id, not octal
+                key = yaml.ScalarNode(_STR, key.value, key.start_mark, key.end_mark)
+            copy.value.append((key, _with_texts(value, texts, of_value, copies)))
+    return copy
+
+
+def _repeated_keys(root):
     """(key, line) of every key that its mapping has already; PyYAML takes the last one without a word."""
-    waiting, seen, found = [yaml.compose(text, yaml.SafeLoader)], set(), []
+    waiting, seen, found = [root], set(), []
     while waiting:
         node = waiting.pop()
         if isinstance(node, yaml.ScalarNode) or id(node) in seen:  # aliases lead to the same node
@@ -120,7 +192,10 @@ def _problem(error):
         return f"{error.reason}; save the file as UTF-8 text"
     if isinstance(error, RecursionError):
         return "brackets nested too deeply"
-    return shown(str(getattr(error, "problem", None) or error))[1:-1]
+    problem = str(getattr(error, "problem", None) or error)
+    if "unknown escape character" in problem or "expected escape sequence" in problem:
+        problem += " (a backslash inside double quotes? use single quotes, or /)"
+    return shown(problem)[1:-1]
 
 
 def _classes(path, raw, single_cls):
@@ -150,7 +225,7 @@ def _names(path, names):
     """Class names as a list of strings, from a list or from a dict with the keys 0, 1, 2, ..."""
     if isinstance(names, dict):
         try:
-            by_id = {int(str(key)): name for key, name in names.items()}
+            by_id = {_class_id(key): name for key, name in names.items()}
         except (TypeError, ValueError) as error:
             why = shown(str(error))[1:-1]
             raise ValueError(f"{printable(path)}: the keys of names must be numbers, {why}") from error
@@ -166,9 +241,29 @@ def _names(path, names):
     if not isinstance(names, list) or not names:
         raise ValueError(f"{printable(path)}: names must be a list of class names, found {shown(names)}")
     for index, name in enumerate(names):
-        if name is None or isinstance(name, (bool, list, dict)):
-            logger.warning("%s: names[%d] is read as %r; put the name in quotes", printable(path), index, name)
+        if name == "" or isinstance(name, (list, dict)):
+            problem = f"is read as {shown(name)}; put the name in quotes" if name else "is empty; give it a name"
+            logger.warning("%s: names[%d] %s", printable(path), index, problem)
     return [str(name) for name in names]
+
+
+def _class_id(key):
+    """A key of `names`: decimal whatever zeros it begins with, or hexadecimal and the like as Python writes them."""
+    text = str(key)
+    return int(text, 0) if text[:2].lower() in ("0x", "0o", "0b") else int(text)
+
+
+def _keypoints(path, kpt_shape):
+    """(number, numbers each) of the keypoints in a label row; None if the data yaml knows of none."""
+    if not kpt_shape:
+        return None
+    shape = [_whole_number(value) for value in kpt_shape] if isinstance(kpt_shape, list) else []
+    if len(shape) != 2 or shape[0] is None or not 0 < shape[0] < MAX_ENTRIES or shape[1] not in (2, 3):
+        raise ValueError(
+            f"{printable(path)}: kpt_shape must be [number of keypoints, 2 or 3 numbers each], found "
+            f"{shown(kpt_shape)}; correct it, or remove it if the labels are boxes or polygons"
+        )
+    return tuple(shape)
 
 
 def _resolve_key(path, raw, key, needed):
@@ -203,6 +298,12 @@ def _resolve(path, raw, key, entry, needed):
         if download
         else ""
     )
+    text = f"{base or ''}{entry}".strip()
+    if printable(text) != text:
+        advice += (
+            " Its odd characters come of a backslash inside double quotes, or of several lines: "
+            "use single quotes or /, and a list for several paths."
+        )
     tried = dict.fromkeys(printable(os.path.abspath(place)) for place in (*below_base, *elsewhere))
     raise ValueError(f"{printable(path)}: {key}: {printable(entry)} does not exist. Tried: {', '.join(tried)}.{advice}")
 

@@ -32,7 +32,8 @@ class LoadImagesAndLabels(Dataset):
     """Images and labels of a data set, one sample an image: (image, targets, path, shapes).
 
     `path` is a folder, a list file, or a list of those; `pad` is in strides; `hyp` is needed only for augmenting;
-    `subset_filter(ScannedDataset)` may leave a part of it; `cache_images` is "disk", or true for memory.
+    `subset_filter(ScannedDataset)` may leave a part of it; `cache_images` is "disk", or true for memory; `keypoints`
+    are those of DataConfig.
 
     `labels` float32 [n x 5: class, x, y, w, h normalised] and `segments` (polygons [m x 2] normalised, one for each
     label or none at all) are lists with one entry an image; `shapes` [n x 2] is (width, height) of the files.
@@ -56,6 +57,7 @@ class LoadImagesAndLabels(Dataset):
         pad: float = 0.0,
         prefix: str = "",
         subset_filter: Callable[[ScannedDataset], ScannedDataset] | None = None,
+        keypoints: tuple | None = None,
     ) -> None:
         self.hyp = hyp or {}
         missing = [key for key in AUGMENTATION_KEYS if key not in self.hyp] if augment else []
@@ -73,7 +75,7 @@ class LoadImagesAndLabels(Dataset):
         self.mosaic_border = (-img_size // 2, -img_size // 2)
         self.stride = stride
 
-        scanned = scan_dataset(path, prefix)
+        scanned = scan_dataset(path, prefix, keypoints)
         if subset_filter is not None:
             scanned = subset_filter(scanned)
         self.img_files, self.label_files = list(scanned.img_files), list(scanned.label_files)

@@ -2,23 +2,30 @@
 
 Where each image lies follows from the sizes that the scan of the labels found. With `ram` the memory is shared with
 the workers: a process that starts one need not copy the tables of a million pages, which an array for each image
-would cost. With `disk` it is a file, mapped, with a small one beside it that carries the signature of the images;
-ranks share the pages that they read, too, and the system drops pages when memory gets short.
+would cost. With `disk` it is a file, mapped; ranks share the pages that they read, too, and the system drops pages when
+memory gets short. Its name carries the signature of the images, in their order: a file of that name holds these pixels
+and no others, and once it is there it is never changed.
 """
 
 import hashlib
-import json
 import logging
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 from tqdm import tqdm
 
 from utils.data.images import load_scanned, resized_shape
 from utils.data.label_cache import cache_location, signature
-from utils.system.files import atomic_write, printable, remove_leftovers, replacement
+from utils.system.files import atomic_write, printable, remove_leftovers
 from utils.system.memory import check_memory, describe_bytes, give_back, shared_array
+
+try:
+    import fcntl
+except ImportError:  # Windows, which removes no file that is mapped
+    fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
 
@@ -53,20 +60,16 @@ def give_back_memory(dataset):
 
 
 def use_disk_cache(dataset, prefix=""):
-    """Let `dataset.imgs` be read from the file, which is made first unless it fits the present images.
+    """Let `dataset.imgs` be read from the file, which is made first unless it is there.
 
     Raises ValueError when the disk has no room or cannot be written to.
     """
     shapes, ends = _layout(dataset, dataset.img_size)
-    kind = f"version {FORMAT_VERSION}, {dataset.img_size} px, augment {dataset.augment}"
-    expected = {"kind": kind, "signature": signature(dataset.img_files, ()), "bytes": int(ends[-1])}
-    path = _location(dataset, kind)
-    if _read_stamp(path) != expected:
+    num_bytes = int(ends[-1])
+    path = _location(dataset, f"version {FORMAT_VERSION}, {dataset.img_size} px, augment {dataset.augment}")
+    while (pixels := _mapped(path, num_bytes)) is None:  # again if another run, making its own, removed it meanwhile
         _make(dataset, path, shapes, ends, prefix)
-        with atomic_write(_stamp(path), "w") as file:
-            json.dump(expected, file)
-    pixels = np.memmap(path, np.uint8, mode="r")
-    logger.info("%spictures are read from %s (%.1f GB)", prefix, printable(path), ends[-1] / 1e9)
+    logger.info("%spictures are read from %s (%.1f GB)", prefix, printable(path), num_bytes / 1e9)
     dataset.imgs = _views(pixels, shapes, ends)
 
 
@@ -77,23 +80,43 @@ def _layout(dataset, img_size):
 
 
 def _location(dataset, kind):
-    """Beside the label cache; another size, order or way of resizing has a file of its own."""
-    digest = hashlib.sha256(f"{kind}, rect {dataset.rect}".encode()).hexdigest()[:8]
+    """Beside the label cache; other images, another size, order or way of resizing have a file of their own."""
     labels = cache_location(dataset.path, dataset.label_files)
-    return labels.with_name(f"{labels.stem}.{dataset.img_size}.{digest}.pixels.cache")
+    digest = hashlib.sha256(f"{kind}, rect {dataset.rect}".encode()).hexdigest()[:8]
+    images = signature(dataset.img_files, ())[:16]
+    return labels.with_name(f"{labels.stem}.{dataset.img_size}.{digest}.{images}.pixels.cache")
 
 
-def _stamp(path):
-    return path.with_name(f"{path.stem}.json.cache")
+def _mapped(path, num_bytes):
+    """The bytes of a complete cache file; None if there is none.
 
-
-def _read_stamp(path):
-    """What the file was made from; None if it is not there or not whole."""
+    The lock says that the file is in use. The mapping keeps it, as it has a descriptor of its own, until it goes.
+    """
     try:
-        stamp = json.loads(_stamp(path).read_text())
-        return stamp if path.stat().st_size == stamp["bytes"] else None
-    except (OSError, ValueError, KeyError, TypeError):
+        with path.open("rb") as file:
+            _lock(file, shared=True)
+            is_complete = os.fstat(file.fileno()).st_size == num_bytes
+            return np.memmap(file, np.uint8, mode="r") if is_complete else None
+    except OSError:
         return None
+
+
+def _lock(file, shared):
+    """Lock an open file as its users do (shared), or alone; OSError if others have it locked."""
+    if fcntl is not None:
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+
+
+def _remove_unused(folder, family):
+    """Delete caches that no process has mapped and whose names begin with `family`: they need as much room as this one.
+
+    They are of another --subset-seed or --subset-size, or of images that have changed since.
+    """
+    for path in [entry for entry in folder.iterdir() if entry.name.startswith(family) and ".pixels." in entry.name]:
+        with suppress(OSError), path.open("r+b") as file:  # in use, or gone meanwhile
+            _lock(file, shared=False)
+            path.unlink()
+            logger.info("%s of other images is removed", printable(path))
 
 
 def _views(pixels, shapes, ends):
@@ -103,17 +126,22 @@ def _views(pixels, shapes, ends):
 
 def _make(dataset, path, shapes, ends, prefix):
     """Write the file under another name, and give it its own when it is complete."""
-    _stamp(path).unlink(missing_ok=True)
-    path.unlink(missing_ok=True)
-    _check_room(path.parent, int(ends[-1]))
-    remove_leftovers(path.parent, path.name)
+    num_bytes = int(ends[-1])
     try:
-        with replacement(path) as unfinished:
-            pixels = np.memmap(unfinished, np.uint8, mode="w+", shape=(int(ends[-1]),))
+        remove_leftovers(path.parent)
+        _remove_unused(path.parent, path.name.removesuffix(".pixels.cache").rpartition(".")[0] + ".")
+        _check_room(path.parent, num_bytes)
+        with atomic_write(path, "w+b", fsync=True) as file:
+            if hasattr(os, "posix_fallocate"):  # a disk that gets full later would end the process without a word
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+            pixels = np.memmap(file, np.uint8, mode="w+", shape=(num_bytes,))
             _fill(dataset, _views(pixels, shapes, ends), f"{prefix}Caching images on disk")
             pixels.flush()
     except OSError as error:
-        raise ValueError(f"--cache-images disk: {printable(path.parent)} cannot be written to ({error})") from error
+        raise ValueError(
+            f"--cache-images disk: {num_bytes / 1e9:.1f} GB cannot be written to {printable(path.parent)} "
+            f"({error.strerror or error}); make room there, use a smaller --img-size, or --cache-images ram"
+        ) from error
 
 
 def _fill(dataset, views, title):

@@ -1,9 +1,10 @@
 """From a path entry of the data yaml to the sorted list of images, and from images to their label files."""
 
 import os
+from functools import cache
 from pathlib import Path
 
-from utils.data.images import IMAGE_SUFFIXES
+from utils.data.images import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from utils.data.label_rows import Note
 from utils.system.files import printable, read_text, split_lines
 
@@ -11,7 +12,14 @@ LINE_IGNORED = "list entry ignored"
 FILE_IGNORED = "file ignored"
 MAX_SHOWN = 80  # characters of a list line in a message
 # Images that are not read here; other files (archives, annotations) beside the images are nobody's concern.
-OTHER_IMAGE_SUFFIXES = ("avif", "gif", "heic", "heif", "jfif", "jp2", "jpe", "pgm", "ppm", "tga")
+OTHER_IMAGE_SUFFIXES = (
+    "apng", "arw", "avif", "cr2", "cr3", "dcm", "eps", "exr", "gif", "hdr", "heic", "heif", "hif", "ico", "j2k",
+    "jfif", "jp2", "jpe", "jxl", "nef", "orf", "pbm", "pef", "pgm", "pnm", "ppm", "psd", "raf", "raw", "rw2", "srw",
+    "svg", "tga",
+)  # fmt: skip
+NOT_SUPPORTED = "image suffix not supported"
+LABEL_SUFFIXES = ("txt", "xml", "json")  # of files that may be the labels of an image of that name
+MAX_ABOVE = 3  # folders above an image in which one for labels is looked for
 
 
 def expand_paths(path):
@@ -35,8 +43,8 @@ def find_images(path):
         entry = Path(entry)
         if entry.is_dir():
             below, remarks = _images_below(str(entry))
-        elif _is_image(entry.name) and entry.is_file():
-            raise ValueError(f"{printable(entry)} is one image; a folder of images or a list of image paths is needed")
+        elif entry.is_file() and (kind := _kind_of(entry.name)):
+            raise ValueError(f"{printable(entry)} is {kind}; a folder of images or a list of image paths is needed")
         elif entry.is_file():
             below, remarks = _images_listed_in(entry)
         else:
@@ -58,6 +66,18 @@ def _is_image(name, suffixes=IMAGE_SUFFIXES):
     return "." in name and name.rpartition(".")[2].lower() in suffixes
 
 
+def _kind_of(name):
+    """What a file that is no list is, by its suffix."""
+    kinds = {
+        "one image": IMAGE_SUFFIXES + OTHER_IMAGE_SUFFIXES,
+        "a video": VIDEO_SUFFIXES,
+        "an archive": ("zip", "tar", "gz", "tgz", "7z", "rar"),
+        "a data yaml": ("yaml", "yml"),
+        "a json file": ("json",),
+    }
+    return next((kind for kind, suffixes in kinds.items() if _is_image(name, suffixes)), "")
+
+
 def _images_below(folder):
     """(image paths, notes) of `folder` and all folders below it.
 
@@ -74,7 +94,7 @@ def _images_below(folder):
         names = [name for name in names if not name.startswith(".")]
         found += [os.path.join(root, name) for name in names if _is_image(name)]
         others = [os.path.join(root, name) for name in names if _is_image(name, OTHER_IMAGE_SUFFIXES)]
-        notes += [Note(FILE_IGNORED, "image suffix not supported", printable(file)) for file in others]
+        notes += [Note(FILE_IGNORED, NOT_SUPPORTED, printable(file)) for file in others]
     return found, notes
 
 
@@ -97,6 +117,7 @@ def _images_listed_in(list_file):
             found.append(path)
         elif not line.startswith("#"):
             reason = "not an image suffix" if path else "no such file, neither beside the list nor from here"
+            reason = NOT_SUPPORTED if path and _is_image(path, OTHER_IMAGE_SUFFIXES) else reason
             notes.append(Note(LINE_IGNORED, reason, f"{printable(list_file)}:{number} {printable(line)[:MAX_SHOWN]}"))
     return found, notes
 
@@ -127,3 +148,54 @@ def _label_path(path):
         last = len(parts) - 1 - parts[::-1].index("images")
         parts[last] = "labels"
     return "/".join(parts) + separator + name.rpartition(".")[0] + ".txt"
+
+
+def labels_next_door(missing):
+    """For every (image, label path that does not exist) a file that may hold the labels after all; "" without one.
+
+    Names may differ in case and the format may be another. Looked for in the folder of the label, beside the image, in
+    the folders beside that of the label (other splits), and in folders for labels beside any that the image lies in.
+    What belongs to another image is left out.
+    """
+
+    @cache
+    def names_in(folder):
+        """{name in lower case: name} of a folder."""
+        try:
+            return {name.lower(): name for name in os.listdir(folder or ".")}
+        except OSError:
+            return {}
+
+    @cache
+    def folders_for(image_folder, label_folder):
+        above = os.path.dirname(label_folder)
+        found = [label_folder, image_folder, above, *(os.path.join(above, name) for name in names_in(above).values())]
+        outer, inner = image_folder, []  # the folders between the two, that of all images left out, may be there again
+        for _ in range(MAX_ABOVE + 1):
+            names = [name for lower, name in names_in(outer).items() if lower.startswith(("label", "annotation"))]
+            found += [os.path.join(outer, name, *below) for name in names for below in (inner[1:], [])]
+            outer, folder = os.path.split(outer)
+            if not folder:
+                break
+            inner = [folder, *inner]
+        return list(dict.fromkeys(found))
+
+    def nearest(image, label):
+        stem = os.path.basename(label).lower().removesuffix("txt")
+        for folder in folders_for(os.path.dirname(image), os.path.dirname(label)):
+            for suffix in LABEL_SUFFIXES:
+                name = names_in(folder).get(stem + suffix)
+                if name and not _is_label_of_another(folder, stem, image):
+                    return os.path.join(folder, name)
+        return ""
+
+    def _is_label_of_another(folder, stem, image):
+        parts = folder.replace(os.sep, "/").split("/")
+        if "labels" not in parts:
+            return False
+        last = len(parts) - 1 - parts[::-1].index("labels")
+        images = "/".join([*parts[:last], "images", *parts[last + 1 :]])
+        own = os.path.abspath(images) == os.path.abspath(os.path.dirname(image))
+        return not own and any(stem + suffix in names_in(images) for suffix in IMAGE_SUFFIXES)
+
+    return [nearest(image, label) for image, label in missing]

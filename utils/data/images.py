@@ -13,6 +13,7 @@ How other sample types become 8-bit BGR:
 """
 
 import io
+import logging
 import os
 import stat
 from pathlib import Path
@@ -24,11 +25,20 @@ from PIL import Image, ImageOps, TiffImagePlugin
 from utils.data.exif import ORIENTATION, TIFF_MAGIC, read_orientation, turn, upright
 from utils.system.files import printable
 
+logging.getLogger("PIL.TiffImagePlugin").setLevel(logging.CRITICAL)  # what is wrong with a file is said here
+
 IMAGE_SUFFIXES = ("bmp", "jpg", "jpeg", "png", "tif", "tiff", "dng", "webp", "mpo")
 VIDEO_SUFFIXES = ("mov", "avi", "mp4", "mpg", "mpeg", "m4v", "wmv", "mkv")
 
 READABLE_FORMATS = ("BMP", "JPEG", "PNG", "TIFF", "WEBP", "MPO")  # by content, whatever the suffix says
 MIN_SIDE = 10  # pixels
+MAX_BANDS = 4  # of a TIFF
+FIRST_BYTES = {  # in small letters; for messages
+    b"<svg": "an SVG drawing", b"<?xml": "an XML file (an SVG drawing?)", b"<!doctype html": "a web page",
+    b"<html": "a web page", b"version https://git-lfs": "a Git LFS pointer, fetch the file with git lfs pull",
+    b"%pdf": "a PDF", b"pk\x03\x04": "a zip archive", b"\x1f\x8b": "a gzip archive", b"\xff\x0a": "a JPEG XL image",
+    b"\x00\x00\x00\x0cjxl ": "a JPEG XL image", b"fujifilm": "a raw file of a camera", b"riff": "a film or a sound",
+}  # fmt: skip
 JPEG_TAIL = 4096  # bytes at the end in which a healthy JPEG has its end marker
 JPEG_END = b"\xff\xd9"
 
@@ -89,7 +99,10 @@ def read_image(path):
 def _read_with_opencv(data):
     """The image [h x w x 3, uint8, BGR], or None if OpenCV cannot read it."""
     try:
-        if _is_deep_tiff(data):
+        bits, bands = _tiff_samples(io.BytesIO(data)) if _is_tiff(data) else (0, 0)
+        if bands > MAX_BANDS:  # Pillow takes the first three of some; OpenCV would print about it at every reading
+            return None
+        if bits > 16:  # which OpenCV does not convert to 8 bits itself
             samples = cv2.imdecode(data, cv2.IMREAD_UNCHANGED)  # for TIFF this applies the orientation as well
             return None if samples is None else _three_channels(to_8bit(samples))
         if _is_webp(data):  # its orientation is known to OpenCV 5, not to OpenCV 4.8
@@ -129,7 +142,13 @@ def verify_image(path):
         if not stat.S_ISREG(os.stat(path).st_mode):  # to open a pipe would wait for ever
             raise ValueError("cannot be opened (not a file)")
         with Path(path).open("rb") as file:
-            size = _verify_open_file(path, file)
+            try:
+                size = _verify_open_file(path, file)
+            except ValueError as error:
+                if (bands := _tiff_samples(file)[1]) > MAX_BANDS:
+                    advice = f"at most {MAX_BANDS} are supported; write three of them to a file"
+                    raise ValueError(f"TIFF with {bands} bands, {advice}") from error
+                raise
     except OSError as error:
         raise ValueError(f"cannot be opened ({error.strerror or error})") from error
     if min(size) < MIN_SIDE:
@@ -150,13 +169,24 @@ def _verify_open_file(path, file):
         if _is_tiff(start):  # OpenCV knows more kinds of TIFF than Pillow
             return _verify_rare_tiff(path)
         known = not isinstance(error, Image.UnidentifiedImageError)
-        raise ValueError(f"broken header ({error})" if known else "not an image") from error
+        raise ValueError(f"broken header ({error})" if known else f"not an image{_kind_of(file)}") from error
     if image.format not in READABLE_FORMATS:
         raise ValueError(f"content is {image.format}, which is not supported")
     if image.format in ("JPEG", "MPO") and not _jpeg_is_complete(file):
         raise ValueError("truncated JPEG (no end marker)")
     _decode_with_pillow(path)
     return image_size(path)
+
+
+def _kind_of(file):
+    """What an open file that is no image says with its first bytes that it is, as the rest of a message."""
+    file.seek(0)
+    start = file.read(256)
+    if start[4:8] == b"ftyp":
+        brand = start[8:12].decode("latin-1").strip("\0 ")
+        return f" but a file of the kind {brand} (HEIC, AVIF and films are such); convert it to jpg or png"
+    kinds = (name for mark, name in FIRST_BYTES.items() if start.lstrip().lower().startswith(mark))
+    return "".join(f" but {name}" for name in list(kinds)[:1])
 
 
 def _decode_with_pillow(path):
@@ -217,7 +247,7 @@ def _is_tiff(start):
 
 
 def _tiff_header(file):
-    """(width, height as stored, orientation, bits per sample) of the first image of an open TIFF file."""
+    """(width, height as stored, orientation, bits per sample, bands) of the first image of an open TIFF file."""
     file.seek(0)
     directory = TiffImagePlugin.ImageFileDirectory_v2(file.read(8))
     file.seek(directory.next)
@@ -225,17 +255,17 @@ def _tiff_header(file):
     bits = directory.get(TiffImagePlugin.BITSPERSAMPLE, 1)
     bits = max(bits) if isinstance(bits, tuple) else bits
     width, height = directory[TiffImagePlugin.IMAGEWIDTH], directory[TiffImagePlugin.IMAGELENGTH]
-    return width, height, directory.get(ORIENTATION, 1), bits
+    bands = directory.get(TiffImagePlugin.SAMPLESPERPIXEL, 1)
+    return width, height, directory.get(ORIENTATION, 1), bits, bands
 
 
-def _is_deep_tiff(data):
-    """Whether `data` is a TIFF with more than 16 bits a sample, which OpenCV does not convert to 8 bits itself."""
-    if not _is_tiff(data):
-        return False
+def _tiff_samples(file):
+    """(bits a sample, bands) of an open TIFF file; zeros if it is none, or has a broken header."""
     try:
-        return _tiff_header(io.BytesIO(data))[3] > 16
-    except Exception:  # a broken header: let the ordinary reader refuse it
-        return False
+        file.seek(0)
+        return _tiff_header(file)[3:] if _is_tiff(file.read(4)) else (0, 0)
+    except Exception:  # let the ordinary reader refuse it
+        return 0, 0
 
 
 def _is_webp(data):

@@ -19,7 +19,7 @@ from utils.system.files import atomic_write, printable, remove_leftovers
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 3  # raise it whenever the content of the archive or the rules of the scan change
+FORMAT_VERSION = 4  # raise it whenever the content of the archive or the rules of the scan change
 ABSENT = (-1, -1, -1)
 
 
@@ -35,9 +35,9 @@ def cache_location(path, label_files):
     return anchor.with_name(f"{anchor.name}.{digest}.cache")
 
 
-def signature(img_files, label_files):
+def signature(img_files, label_files, keypoints=None):
     """A digest of everything that the result of a scan depends on."""
-    digest = hashlib.sha256(f"version {FORMAT_VERSION}\n".encode())
+    digest = hashlib.sha256(f"version {FORMAT_VERSION}, keypoints {keypoints}\n".encode())
     for file in (*img_files, *label_files):
         digest.update(os.fsencode(file))
         digest.update(" {} {} {}\n".format(*_size_and_times(file)).encode())

@@ -1,12 +1,15 @@
 """The text of a label file, one object a line: `class x y w h` or `class x1 y1 x2 y2 x3 y3 ...`, in fractions of 1.
 
-Every row is what its own length says: 5 numbers are a box, class plus three or more points are a polygon, 6 numbers are
-a box with a confidence that is ignored. A row that cannot be used is dropped alone, with its file, line and reason.
+5 numbers are a box, class plus three or more points are a polygon, 6 numbers are a box with a confidence that is
+ignored. The same numbers may also be a box with keypoints, or with further columns. That is not for a row to say, but
+for the data set: `kpt_shape` of its data yaml, or columns of whole numbers in all rows of a length (see RowForms,
+Columns). A row that cannot be used is dropped alone, with its file, line and reason.
 """
 
 import math
 import re
 from collections import Counter, defaultdict
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +25,9 @@ ROW_DROPPED = "row dropped"
 ROW_REPAIRED = "row repaired"
 ROW_KEPT = "row kept"
 MAX_EXAMPLES = 5
+
+FEW_COLUMNS = 12  # numbers of a row that may be a box with further columns; longer ones are outlines or poses
+MANY_ROWS = 8  # of one length: a column of nothing but 0 and 1 is no coordinate any more
 
 DECIMAL_COMMA = re.compile(r"-?\d+,\d+")
 
@@ -58,8 +64,69 @@ def gather(notes):
     return [Finding(*key, count, places[key]) for key, count in counts.items()]
 
 
-def parse_label_text(text, file=""):
-    """Objects of one label file.
+class RowForms(NamedTuple):
+    """How rows of more than six numbers are read, by their number of numbers."""
+
+    box_only: dict  # length: what is ignored behind the box, in words
+    refused: str = ""  # why a row of any other length is dropped; empty: it is a polygon
+
+    @classmethod
+    def of_keypoints(cls, keypoints):
+        """Of a data set with `keypoints` (number, numbers each), None without any."""
+        if keypoints is None:
+            return cls({})
+        number, each = keypoints
+        shape, length = f"kpt_shape [{number}, {each}]", 5 + number * each
+        return cls(
+            {length: f"keypoints ignored, the box counts ({shape})",
+             length + 1: f"keypoints and a confidence ignored, the box counts ({shape})"},
+            f"{shape} of the data yaml asks for 5 numbers or {length}; remove kpt_shape if these are polygons",
+        )  # fmt: skip
+
+
+@dataclass
+class Columns:
+    """What the columns behind the box, from number 5 on, have in common in all rows of one length."""
+
+    rows: int = 0
+    whole: set = field(default_factory=set)  # columns of whole numbers, none negative
+    above: dict = field(default_factory=lambda: {1: set(), 2: set()})  # those of `whole` with a number above 1 and 2
+
+    def add(self, numbers):
+        if not all(-TOLERANCE <= number <= 1 + TOLERANCE for number in numbers[1:5]):
+            return  # neither: the row is refused
+        self.rows += 1
+        if self.rows == 1:
+            self.whole = set(range(5, len(numbers)))
+        if not self.whole:  # as after the first polygon
+            return
+        self.whole = {c for c in self.whole if numbers[c].is_integer() and numbers[c] >= 0}
+        for limit, columns in self.above.items():
+            columns.update(c for c in self.whole if numbers[c] > limit)
+
+    def merge(self, other):
+        self.whole = self.whole & other.whole if self.rows else set(other.whole)
+        self.rows += other.rows
+        for limit, columns in self.above.items():
+            columns |= other.above[limit]
+
+    def behind_a_box(self, length):
+        """What these rows have behind a box, in words, where they cannot be polygons; else nothing.
+
+        No coordinate is 2, and not all rows have a 0 or 1 in one place; a polygon has no odd count of coordinates.
+        """
+        large, is_odd = self.whole & self.above[1], length % 2 == 0
+        flags = set(range(7, length, 3)) if length % 3 == 2 else set()
+        is_sure = is_odd or flags & large or self.rows >= MANY_ROWS
+        if flags and flags <= self.whole and not flags & self.above[2] and is_sure:
+            return f"keypoints with visibility ignored, the box counts (say so: kpt_shape: [{len(flags)}, 3])"
+        if length <= FEW_COLUMNS and self.rows > 1 and (large or (self.whole and self.rows >= MANY_ROWS)):
+            return f"{length - 5} columns behind the box ignored (track ids or flags, as they hold whole numbers)"
+        return ""
+
+
+def parse_label_text(text, file="", forms=RowForms({}), columns=None):  # noqa: B008 a tuple
+    """Objects of one label file, its rows read by `forms`; `columns` {length: Columns} takes up what they look like.
 
     Returns (rows [n x 5, float32: class, x, y, w, h], segments, notes). `segments` is [] when the file has no polygon,
     else one float32 array [m x 2] a row, [0 x 2] for a box row. `notes` tell of every row that was dropped or changed;
@@ -72,7 +139,10 @@ def parse_label_text(text, file=""):
             tokens = _tokens(line)
             if not tokens:
                 continue
-            row, points, remarks = _parse_row(tokens)
+            numbers = _numbers(tokens)
+            if columns is not None and len(numbers) > 6:
+                columns.setdefault(len(numbers), Columns()).add(numbers)
+            row, points, remarks = _parse_row(numbers, tokens[0], forms)
         except ValueError as error:
             reason, *detail = error.args
             notes.append(Note(ROW_DROPPED, reason, " ".join((place, *map(printable, detail)))))
@@ -100,21 +170,36 @@ def _tokens(line):
     return " ".join(fields).replace(",", " ").split()
 
 
-def _parse_row(tokens):
+def class_of(line):
+    """The class id that a line begins with, as a number; None if it has none."""
+    try:
+        return _numbers(_tokens(line)[:1])[0]
+    except (ValueError, IndexError):
+        return None
+
+
+def _parse_row(numbers, class_text, forms):
     """(row [5, float32], points [m x 2, float32], remarks [(effect, reason), ...]); ValueError(reason, detail)."""
-    class_id, *coordinates = _numbers(tokens)
+    class_id, *coordinates = numbers
     if not class_id.is_integer():
-        raise ValueError("class id is not a whole number", tokens[0])
+        raise ValueError("class id is not a whole number", class_text)
     if abs(class_id) >= CLASS_LIMIT:
-        raise ValueError(f"class id is beyond {CLASS_LIMIT}", tokens[0])
+        raise ValueError(f"class id is beyond {CLASS_LIMIT}", class_text)
     if len(coordinates) < 4:
-        raise ValueError("fewer than 5 numbers", f"({len(tokens)})")
+        raise ValueError("fewer than 5 numbers", f"({len(numbers)})")
     remarks = []
-    if len(coordinates) == 5:
-        remarks.append((ROW_REPAIRED, "sixth column (a confidence) ignored"))
+    ignored = forms.box_only.get(len(numbers), "")
+    if len(coordinates) == 5 and not ignored:
+        what = "a confidence" if 0 <= coordinates[4] <= 1 else "a track id or an angle?"
+        ignored = f"sixth column ({what}) ignored"
+    if ignored:
+        remarks.append((ROW_REPAIRED, ignored))
         coordinates = coordinates[:4]
+    elif len(coordinates) > 5 and forms.refused:
+        raise ValueError(forms.refused, f"({len(numbers)})")
     if len(coordinates) % 2:
-        raise ValueError("polygon with an odd count of coordinates", f"({len(coordinates)})")
+        hint = "; boxes with keypoints? kpt_shape in the data yaml says so" if len(numbers) % 3 == 2 else ""
+        raise ValueError(f"polygon with an odd count of coordinates{hint}", f"({len(coordinates)})")
     values = np.array(coordinates, np.float32)
     if _clip(values):
         remarks.append((ROW_REPAIRED, f"coordinates less than {TOLERANCE:.0%} outside 0..1 were clipped"))

@@ -5,16 +5,29 @@ import os
 import warnings
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from itertools import repeat
 from multiprocessing.pool import ThreadPool
 from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
-from utils.data.image_list import FILE_IGNORED, LINE_IGNORED, find_images, img2label_paths
+from utils.config.data_yaml import repeated_names
+from utils.data.image_list import FILE_IGNORED, LINE_IGNORED, find_images, img2label_paths, labels_next_door
 from utils.data.images import verify_image
 from utils.data.label_cache import cache_location, load_cache, save_cache, signature
-from utils.data.label_rows import ROW_DROPPED, ROW_REPAIRED, Note, gather, parse_label_text
+from utils.data.label_rows import (
+    ROW_DROPPED,
+    ROW_KEPT,
+    ROW_REPAIRED,
+    Columns,
+    Finding,
+    Note,
+    RowForms,
+    class_of,
+    gather,
+    parse_label_text,
+)  # fmt: skip
 from utils.ops.polygons import Polygons
 from utils.system.files import printable, read_text, split_lines
 
@@ -22,7 +35,9 @@ logger = logging.getLogger(__name__)
 
 IMAGE_DROPPED = "image dropped"
 NO_LABEL_FILE = "no label file, image is background"
-DROPS = (IMAGE_DROPPED, ROW_DROPPED, LINE_IGNORED, FILE_IGNORED)
+LABEL_ELSEWHERE = "label file elsewhere, image is background"
+LABEL_SHARED = "label file shared"
+DROPS = (IMAGE_DROPPED, ROW_DROPPED, LINE_IGNORED, FILE_IGNORED, LABEL_ELSEWHERE, LABEL_SHARED)
 FOUND, MISSING, EMPTY, DROPPED = "found", "missing", "empty", "dropped"
 THREADS = min(8, os.cpu_count() or 1)
 
@@ -46,17 +61,20 @@ class ScannedDataset:
 
 
 class _Record(NamedTuple):
-    """What the scan of one image gives; `size` is None when the image is dropped."""
+    """What the scan of one image gives; `size` is None when the image itself cannot be used."""
 
     status: str
     size: tuple | None
     rows: np.ndarray
     segments: list
     notes: list
+    columns: dict  # utils.data.label_rows.Columns of the rows of each length above 6
 
 
-def scan_dataset(path, prefix=""):
+def scan_dataset(path, prefix="", keypoints=None):
     """Read the data set at `path` (a folder, a list file, or a list of those); `prefix` begins every message.
+
+    `keypoints` (number, numbers each) if the data yaml says that rows are boxes with keypoints, which are ignored.
 
     Uses the label cache when nothing has changed since it was written. One line of log sums up, then each reason for a
     repair or a drop has its own warning with the first places. Raises ValueError when there is no usable image.
@@ -64,17 +82,18 @@ def scan_dataset(path, prefix=""):
     img_files, list_notes = find_images(path)
     label_files = img2label_paths(img_files)
     cache_file = cache_location(path, label_files)
-    present = signature(img_files, label_files)
+    present = signature(img_files, label_files, keypoints)
     fields = load_cache(cache_file, present)
     title = f"{prefix}Scanning {printable(os.path.dirname(label_files[0]) or '.')}"
     if fields is None:
-        fields = _scan(img_files, label_files, title)
+        fields = _scan(img_files, label_files, title, RowForms.of_keypoints(keypoints))
         if fields["img_files"]:
             save_cache(cache_file, present, fields)
     else:
         total = fields["counts"]["total"]
         tqdm(total=total, initial=total, desc=f"{title} (cached) ... {_describe_counts(fields['counts'])}").close()
-    fields["findings"] = gather(list_notes) + fields["findings"]
+    notes = list_notes + _label_file_notes(fields["img_files"], fields["label_files"], fields["labels"])
+    fields["findings"] = gather(notes) + fields["findings"]
     scanned = ScannedDataset(**fields)
     logger.info("%s%s", prefix, describe_scan(scanned))
     for message in scanned.messages:
@@ -84,57 +103,114 @@ def scan_dataset(path, prefix=""):
     return scanned
 
 
-def _scan(img_files, label_files, title):
+def _label_file_notes(img_files, label_files, labels):
+    """Notes about label files that are missing, perhaps lie elsewhere, or belong to two images."""
+    users = defaultdict(list)
+    for img_file, label_file in zip(img_files, label_files, strict=True):
+        users[os.path.abspath(label_file)].append(img_file)
+    notes = [
+        Note(LABEL_SHARED, "images of one name take the same labels, give them names of their own",
+             f"{printable(label_file)} ({' and '.join(map(printable, images))})")
+        for label_file, images in users.items() if len(images) > 1 and os.path.isfile(label_file)
+    ]  # fmt: skip
+    found = zip(img_files, label_files, labels, strict=True)
+    missing = [(image, label) for image, label, rows in found if not len(rows) and not os.path.isfile(label)]
+    for (image, label), near in zip(missing, labels_next_door(missing), strict=True):
+        place = f"{printable(image)} (looked for {printable(label)}{f', there is {printable(near)}' if near else ''})"
+        if near.lower().endswith(".txt"):
+            notes.append(Note(LABEL_ELSEWHERE, "its labels lie where nobody looks, move or rename them", place))
+        elif near:
+            notes.append(Note(LABEL_ELSEWHERE, "its labels have another format, convert them to YOLO's txt", place))
+        else:
+            notes.append(Note(NO_LABEL_FILE, "labels missing", place))
+    return notes
+
+
+def _scan(img_files, label_files, title, forms):
     """The fields of ScannedDataset, by looking at every file."""
     records, status = [], Counter()
     with ThreadPool(THREADS) as pool, warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="PIL")  # what is wrong with an image is reported below
-        pairs = zip(img_files, label_files, strict=True)
-        bar = tqdm(pool.imap(_scan_one, pairs, chunksize=16), desc=title, total=len(img_files))
+        files = zip(img_files, label_files, repeat(forms))
+        bar = tqdm(pool.imap(_scan_one, files, chunksize=16), desc=title, total=len(img_files))
         for record in bar:
             records.append(record)
             status[record.status] += 1
             bar.desc = f"{title} ... {_describe_counts(_counts(status))}"
         bar.refresh()
         bar.close()
+    row_findings = [] if forms.box_only else _judge_rows(records, label_files)
     kept = [index for index, record in enumerate(records) if record.status != DROPPED]
-    findings = gather(note for record in records for note in record.notes)
+    findings = gather(note for record in records for note in record.notes) + row_findings
     return {
         "img_files": [img_files[index] for index in kept],
         "label_files": [label_files[index] for index in kept],
         "labels": [records[index].rows for index in kept],
         "segments": [Polygons.of(records[index].segments) for index in kept],
         "shapes": np.array([records[index].size for index in kept], np.float64).reshape(-1, 2),
-        "counts": _counts(status) | _row_counts(findings),
+        "counts": _counts(Counter(record.status for record in records)) | _row_counts(findings),
         "findings": findings,
     }
 
 
-def _scan_one(pair):
-    """Verify one image and read its labels; pair = (image path, label path)."""
-    img_file, label_file = pair
+def _judge_rows(records, label_files):
+    """Read the labels of `records` again where the rows of the whole set tell that they are boxes with more columns.
+
+    Returns a finding if they may be boxes with keypoints that nothing tells from polygons.
+    """
+    of_set = defaultdict(Columns)
+    for record in records:
+        for length, own in record.columns.items():
+            of_set[length].merge(own)
+    told = {length: columns.behind_a_box(length) for length, columns in of_set.items()}
+    for index, record in enumerate(records):
+        box_only = {length: told[length] or own.behind_a_box(length) for length, own in record.columns.items()}
+        if any(box_only.values()):
+            forms = RowForms({length: ignored for length, ignored in box_only.items() if ignored})
+            records[index] = _with_labels(label_files[index], record.size, forms)
+    lengths = [length for length, columns in of_set.items() if columns.rows]
+    if len(lengths) != 1 or lengths[0] < 11 or lengths[0] % 2 == 0 or told[lengths[0]]:
+        return []
+    length, columns = lengths[0], of_set[lengths[0]]
+    count = (length - 5) // 2
+    shapes = f"[{count}, 2]" + (f" or [{(length - 5) // 3}, 3]" if length % 3 == 2 else "")
+    reason = (
+        f"all rows but plain boxes have {length} numbers, read as polygons of {count + 2} points; if they are boxes "
+        f"with keypoints, say kpt_shape: {shapes} in the data yaml"
+    )
+    places = [printable(file) for file, record in zip(label_files, records, strict=True) if record.columns][:1]
+    return [Finding(ROW_KEPT, reason, columns.rows, places)] if columns.rows > 1 else []
+
+
+def _scan_one(files):
+    """Verify one image and read its labels; files = (image path, label path, RowForms)."""
+    img_file, label_file, forms = files
     try:
         size = verify_image(img_file)
     except ValueError as error:
         return _dropped(str(error), img_file)
+    return _with_labels(label_file, size, forms)
+
+
+def _with_labels(label_file, size, forms):
+    """The record of an image of this size (width, height)."""
+    columns: dict = {}
     try:
         text = read_text(label_file)
     except FileNotFoundError:
-        place = f"{printable(img_file)} (looked for {printable(label_file)})"
-        return _Record(MISSING, size, np.zeros((0, 5), np.float32), [], [Note(NO_LABEL_FILE, "labels missing", place)])
+        return _Record(MISSING, size, np.zeros((0, 5), np.float32), [], [], columns)
     except OSError as error:
         return _dropped(f"label file cannot be read ({error.strerror})", label_file)
-    rows, segments, notes = parse_label_text(text, label_file)
+    rows, segments, notes = parse_label_text(text, label_file, forms, columns)
     if not len(rows) and notes:
         # an image whose objects cannot be read must not be trained as background
-        return _dropped("no usable row in its label file", label_file, notes)
-    return _Record(FOUND if len(rows) else EMPTY, size, rows, segments, notes)
+        return _dropped("no usable row in its label file", label_file, notes, size, columns)
+    return _Record(FOUND if len(rows) else EMPTY, size, rows, segments, notes, columns)
 
 
-def _dropped(reason, place, notes=()):
-    return _Record(
-        DROPPED, None, np.zeros((0, 5), np.float32), [], [*notes, Note(IMAGE_DROPPED, reason, printable(place))]
-    )
+def _dropped(reason, place, notes=(), size=None, columns=None):
+    notes = [*notes, Note(IMAGE_DROPPED, reason, printable(place))]
+    return _Record(DROPPED, size, np.zeros((0, 5), np.float32), [], notes, columns or {})
 
 
 def _counts(status):
@@ -162,12 +238,12 @@ def describe_scan(scanned):
     counts = scanned.counts
     parts = [
         f"{counts['total']} images", f"{counts[FOUND]} found", f"{counts[EMPTY]} of them empty",
-        _with_reasons(f"{counts[MISSING]} missing", reasons[NO_LABEL_FILE]),
+        _with_reasons(f"{counts[MISSING]} missing", reasons[NO_LABEL_FILE] + reasons[LABEL_ELSEWHERE]),
         _with_reasons(f"{counts[DROPPED]} dropped", reasons[IMAGE_DROPPED]),
         _with_reasons(f"{counts['repaired_rows']} rows repaired", reasons[ROW_REPAIRED]),
         _with_reasons(f"{counts['dropped_rows']} rows dropped", reasons[ROW_DROPPED]),
     ]  # fmt: skip
-    for effect in (LINE_IGNORED, FILE_IGNORED):
+    for effect in (LINE_IGNORED, FILE_IGNORED, LABEL_SHARED):
         if reasons[effect]:
             parts.append(_with_reasons(effect, reasons[effect]))
     return ", ".join(parts)
@@ -182,23 +258,28 @@ def _describe_counts(counts):
 
 
 def check_labels(dataset, data, strict=False):
-    """Raise ValueError for class ids beyond the data yaml and, with `strict`, for everything that the scan dropped."""
+    """Raise ValueError for class ids beyond the data yaml and, with `strict`, for all that the scan passed over.
+
+    With `strict` classes of one name are an error as well.
+    """
     check_class_ids(dataset.labels, dataset.label_files, data.nc, data.names)
     if strict:
         check_nothing_dropped(dataset.findings)
+        if repeated := repeated_names(data.names):
+            raise ValueError(f"--strict-data: the data yaml: {repeated}")
 
 
 def check_nothing_dropped(findings):
-    """Raise ValueError when the scan passed over an image, a row, a list entry or a file (--strict-data)."""
+    """Raise ValueError when the scan passed over an image, a row, a list entry, a file or labels (--strict-data)."""
     dropped = [finding for finding in findings if finding.effect in DROPS]
     if dropped:
         raise ValueError(
-            f"--strict-data: {'. '.join(map(str, dropped))}. Repair them, or leave the flag out to go on without them"
+            f"--strict-data: {'. '.join(map(str, dropped))}. Repair them, or leave the flag out to go on all the same"
         )
 
 
-def check_has_boxes(labels, label_files):
-    """Raise ValueError when a training set holds no box at all; the message says what was looked for."""
+def check_has_boxes(labels, label_files, findings=()):
+    """Raise ValueError when a training set holds no box at all; the message says what was looked for, and found."""
     if any(map(len, labels)):
         return
     read = [file for file in label_files if os.path.isfile(file)]
@@ -206,6 +287,7 @@ def check_has_boxes(labels, label_files):
         problem = f"no boxes in {len(read)} label files, e.g. {printable(read[0])}"
     else:
         problem = f"no label files for {len(label_files)} images, e.g. {printable(label_files[0])} does not exist"
+    problem += "".join(f"; {finding}" for finding in findings if finding.effect == LABEL_ELSEWHERE)
     raise ValueError(f"{problem}; --allow-background trains all the same, on background only")
 
 
@@ -232,8 +314,8 @@ def _outside(ids, nc):
 
 def _first_bad_line(label_file, nc):
     """`file:line` of the first row whose class id lies outside 0..nc-1."""
-    for number, line in enumerate(split_lines(read_text(label_file)), 1):
-        rows, _, _ = parse_label_text(line)
-        if _outside(rows[:, 0], nc).any():
+    for number, line in enumerate(split_lines(read_text(label_file).replace("\ufeff", "")), 1):
+        class_id = class_of(line)
+        if class_id is not None and not 0 <= class_id < nc:
             return f"{printable(label_file)}:{number}"
     return printable(label_file)

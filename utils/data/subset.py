@@ -6,6 +6,8 @@ from functools import partial
 
 import numpy as np
 
+from utils.system.files import printable
+
 logger = logging.getLogger(__name__)
 
 OVERFIT_SAMPLES = 10
@@ -14,14 +16,21 @@ OVERFIT_SAMPLES = 10
 def from_options(opt):
     """The function ScannedDataset -> ScannedDataset that leaves what these options train on; None for all of it."""
     if opt.overfit:
-        return partial(first, count=opt.subset_size or OVERFIT_SAMPLES)
+        return partial(first, count=opt.subset_size or OVERFIT_SAMPLES, allow_background=opt.allow_background)
     if opt.subset_size:
         return partial(random_part, count=opt.subset_size, seed=opt.subset_seed)
     return None
 
 
-def first(scanned, count):
-    """The first `count` images."""
+def first(scanned, count, allow_background=True):
+    """The first `count` images; ValueError when only later ones have a box, unless background is allowed."""
+    with_boxes = [i for i, rows in enumerate(scanned.labels) if len(rows)]
+    if with_boxes and with_boxes[0] >= count and not allow_background:
+        raise ValueError(
+            f"--overfit: the first {count} images, sorted by name, have no boxes, but {len(with_boxes)} later ones "
+            f"have, the first of them {printable(scanned.img_files[with_boxes[0]])}; name such images in a list file, "
+            f"or give --subset-size {with_boxes[0] + 1} to reach it"
+        )
     return _chosen(scanned, range(min(count, len(scanned.img_files))))
 
 

@@ -5,7 +5,9 @@ entries are rounded to half), how far the run has come, all random states, and t
 were in force. Everything is a tensor, a number or text, so that the restricted reader takes it.
 """
 
+import hashlib
 import logging
+from pathlib import Path
 
 import numpy as np
 
@@ -38,6 +40,7 @@ def checkpoint(trainer, epoch, progress, results_text, opt):
         "tested_epoch": progress.tested_epoch,
         "random_states": [random_state.capture(), *progress.random_states[1:]],
         "options": plain_values(opt),
+        "images": progress.images,
         "hyp": dict(trainer.hyp),
     }
     return content
@@ -85,9 +88,31 @@ def restore(stored, trainer, progress, opt):
         progress.results, progress.maps = tuple(state["results"]), np.array(state["maps"], dtype=np.float64)
         progress.best_epoch, progress.tested_epoch = state["best_epoch"], state["tested_epoch"]
         progress.random_states = state["random_states"]
+        progress.images = state.get("images")  # not in older files
     except (TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise ValueError(f"{stored.path}: its full state is damaged or of another version ({error})") from error
     _report_changes(state, trainer.hyp, opt)
+
+
+def note_images(progress, img_files, opt):
+    """Remember how many images are trained on and, as a digest, which; say it when a resumed run had others.
+
+    With --strict-data it is a ValueError. An image is known by its own name and that of its folder, so that the data
+    set may move.
+    """
+    digest = hashlib.sha256()
+    for name in sorted("/".join(Path(file).parts[-2:]) for file in img_files):
+        digest.update(name.encode("utf-8", "surrogateescape") + b"\n")
+    before, progress.images = progress.images, {"count": len(img_files), "digest": digest.hexdigest()[:16]}
+    if not isinstance(before, dict) or before == progress.images:
+        return
+    problem = (
+        f"{opt.data}: the training set has {len(img_files)} images, and had {before.get('count')} when the checkpoint "
+        "was written; they are not the same"
+    )
+    if opt.strict_data:
+        raise ValueError(f"--strict-data: {problem}. Bring the others back, or leave the flag out to go on")
+    logger.warning("%s; the run goes on with those that are there", problem)
 
 
 def _report_changes(state, hyp, opt):

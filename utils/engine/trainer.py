@@ -37,6 +37,7 @@ class Progress:
     tested_epoch: int = -1
     trained: int = 0
     random_states: list | None = None
+    images: dict | None = None  # of the training set: see utils.engine.resume.note_images
 
 
 class Trainer:

@@ -74,13 +74,13 @@ def open_train_loader(run, fast, stride, image_size, first_epoch):
         run.data.train, image_size, opt.batch_size, stride, opt, hyp=run.hyp, augment=not opt.overfit,
         cache=opt.cache_images, rect=opt.rect, rank=ranks.rank, world_size=ranks.world_size, workers=opt.workers,
         image_weights=opt.image_weights, quad=opt.quad, prefix="train: ", subset_filter=subset.from_options(opt),
-        **(fast and fast | {"first_epoch": first_epoch}),
+        keypoints=run.data.keypoints, **(fast and fast | {"first_epoch": first_epoch}),
     )  # fmt: skip
     check_labels(dataset, run.data, opt.strict_data)
     if opt.total_batch_size > len(dataset):
         logger.warning("--batch-size %d: there are only %d training images", opt.total_batch_size, len(dataset))
     if not opt.allow_background:
-        check_has_boxes(dataset.labels, dataset.label_files)
+        check_has_boxes(dataset.labels, dataset.label_files, dataset.findings)
     return loader, dataset
 
 
@@ -93,7 +93,7 @@ def open_val_loader(run, fast, stride, first_epoch):
     loader, dataset = create_dataloader(
         path, image_size, opt.test_batch_size or opt.batch_size * 2, stride, opt, hyp=run.hyp,
         cache=not opt.notest and opt.cache_images, rect=not opt.overfit, pad=0.5, world_size=run.ranks.world_size,
-        workers=opt.workers, prefix="val: ", subset_filter=subset_filter,
+        workers=opt.workers, prefix="val: ", subset_filter=subset_filter, keypoints=run.data.keypoints,
         **(fast and fast | {"first_epoch": first_epoch}),
     )  # fmt: skip
     check_labels(dataset, run.data, opt.strict_data)

@@ -110,7 +110,7 @@ def test_passes_that_are_left_early(folder):
 START_METHOD = """
 import multiprocessing, os, pickle, sys
 from pathlib import Path
-from tests.data.fast.test_loader import FLAGS, WEIGHTED
+from tests.data.fast.test_loader import FLAGS, WEIGHTED, read_without_flags
 from tests.loader_cases import read
 from utils.data.fast import loader
 if __name__ == "__main__":
@@ -120,10 +120,20 @@ if __name__ == "__main__":
     modes = [{}, WEIGHTED]
     if "only" in method:
         loader.can_fork = lambda: False
-        FLAGS, modes = FLAGS[-1:], modes[:1]  # to start a process takes seconds here
+        FLAGS = FLAGS[-1:]  # to start a process takes seconds here
     found = [[read(Path(folder), epochs=2, workers=1, **mode, **flags) for flags in FLAGS] for mode in modes]
-    sys.stdout.buffer.write(pickle.dumps(found))
+    sys.stdout.buffer.write(pickle.dumps((found, read_without_flags(folder, workers=1))))
 """
+
+
+def read_without_flags(folder, workers):
+    """Two epochs of weighted indices from the reference loader."""
+    loader, dataset = create_dataloader(f"{folder}/all.txt", 64, BATCH, 32, OPT, workers=workers, image_weights=True)
+    passes = []
+    for epoch in range(2):
+        draw(epoch, dataset)
+        passes.append([copied(batch) for batch in loader])
+    return passes
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "spawn only"])
@@ -134,7 +144,9 @@ def test_same_batches_whatever_starts_processes_by_default(method, folder, tmp_p
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, program, method, folder], cwd=ROOT, env=environment, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
-    for mode, variants in zip(({}, WEIGHTED), pickle.loads(done.stdout), strict=False):
+    found, without_flags = pickle.loads(done.stdout)
+    assert_same(without_flags, read_without_flags(folder, workers=0))
+    for mode, variants in zip(({}, WEIGHTED), found, strict=True):
         reference = read(folder, epochs=2, workers=0, **mode)
         for batches in variants:
             assert_same(batches, reference)
