@@ -53,14 +53,14 @@ def _entries(directory):
     while at < len(directory):
         fields = struct.unpack_from("<4s4B4HL2L5H2L", directory, at)
         signature, flags, method = fields[0], fields[5], fields[6]
-        packed, size, name_length, extra_length, comment_length, header = *fields[10:15], fields[18]
+        packed, size, name_length, extra_length, comment_length = fields[10:15]
         name = directory[at + 46 : at + 46 + name_length].decode("utf-8", "replace")
         extra = directory[at + 46 + name_length : at + 46 + name_length + extra_length]
         if signature != ENTRY:
             raise ValueError("the directory of its archive is damaged")
         if name in found:
             raise ValueError(f"its archive has two members of the name {name[:100]!r}")
-        size, packed, header = _long_form(extra, size, packed, header)
+        size, packed, header = _long_form(extra, size, packed, fields[18])
         found[name] = Member(size, method == 0 and not flags & 1 and size == packed, header)
         at += 46 + name_length + extra_length + comment_length
     return found

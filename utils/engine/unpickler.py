@@ -371,7 +371,7 @@ class Unpickler:
         self.stack.append(self.read(self.read(1)[0]).decode())
 
     def binpersid(self):
-        kind, storage_type, key, _, number, *view = *self.stack.pop(), None, None, None, None
+        kind, storage_type, key, _, number, *view = [*self.stack.pop()] + 4 * [None]
         plain = type(kind) is type(key) is str and kind == "storage" and not any(view)
         if not plain or type(storage_type) is not StorageType or type(number) is not int or number < 0:
             raise UnpicklingError("something that lies outside and is no storage")
