@@ -189,6 +189,8 @@ class Unpickler:
 
     def binpersid(self):
         kind, storage_type, key, _, number, *view = *self.stack.pop(), None, None, None, None
+        if type(kind) is str and kind == "module":
+            raise UnpicklingError("a whole model in the form of torch before 1.6; save it again with a newer torch")
         plain = type(kind) is type(key) is str and kind == "storage" and not any(view)
         if not plain or type(storage_type) is not StorageType or type(number) is not int or number < 0:
             raise UnpicklingError("something that lies outside and is no storage")
