@@ -159,6 +159,15 @@ def test_another_protocol_of_torch_save_is_said(tmp_path):
         read_checkpoint(written({"model": {"w": torch.ones(1)}}, tmp_path, pickle_protocol=4))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_whole_model_of_an_old_torch_is_said(tmp_path):
+    path = written({"model": tiny_model()}, tmp_path, _use_new_zipfile_serialization=False)
+    with pytest.raises(ValueError, match="file.pt was refused.*torch before 1.6; save it again"):
+        read_checkpoint(path)
+    path = written({"model": tiny_model().state_dict()}, tmp_path, _use_new_zipfile_serialization=False)
+    assert len(read_checkpoint(path).model.state) == len(tiny_model().state_dict())
+
+
 def test_another_byte_order_is_said(tmp_path):
     path = written({"model": {"w": torch.ones(1)}}, tmp_path)
     data = path.read_bytes()

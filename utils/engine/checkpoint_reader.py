@@ -1,6 +1,6 @@
 """The one reader of .pt files, and what a model takes over from them.
 
-Reading never runs code from a file: unpickler.py gives stand-ins for the known class names, which hold the tensors and
+Reading never runs code from a file: stand_ins.py gives stand-ins for the known class names, which hold the tensors and
 plain values, and refuses every other name. The caller rebuilds the model from its yaml. A file that stands for far more
 than its bytes, because it names one thing many times, is refused before anything is copied.
 """
@@ -18,7 +18,7 @@ from torch import nn
 
 from utils.engine import torch_file
 from utils.engine.file_kind import foreign_kind
-from utils.engine.unpickler import Array, Layer
+from utils.engine.stand_ins import Array, Layer
 from utils.head_config import description_in_model
 from utils.system.files import printable, shown
 

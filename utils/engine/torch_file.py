@@ -11,7 +11,8 @@ from pickle import UnpicklingError
 
 import torch
 
-from utils.engine.unpickler import MAX_BYTES, Storage, Unpickler
+from utils.engine.stand_ins import Storage
+from utils.engine.unpickler import MAX_BYTES, Unpickler
 
 MAX_DIRECTORY = 16 << 20  # bytes that the list of members may have; the largest model's has 0.2 million
 LEGACY_MAGIC, LEGACY_PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
