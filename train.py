@@ -192,8 +192,6 @@ def build_model(run):
     stored = read_checkpoint(opt.weights)
     source = stored.for_training()
     check_finite(source, opt.weights)
-    if not opt.single_cls:
-        check_same_names(run.data, source.attributes.get("names"), opt.weights, opt.strict_data, same_data=opt.resume)
     if not opt.cfg and source.yaml is None:
         raise ValueError(f"{opt.weights} does not say which model it belongs to; give --cfg")
     if heads is None and not opt.cfg:
@@ -211,6 +209,9 @@ def build_model(run):
 def open_trainer(run, model, stored):
     """The Trainer of a model, with the state of the Checkpoint `stored` if it has one, and the Progress of the run."""
     opt, hyp = run.options, run.hyp
+    if stored and not opt.single_cls:
+        names = stored.for_training().attributes.get("names")
+        check_same_names(run.data, names, opt.weights, opt.strict_data, same_data=opt.resume)
     if opt.overfit:
         overfit.quicken_statistics(model)
     # see overfit.batch_weight
