@@ -342,6 +342,8 @@ def test_unknown_keys_are_named_once_and_dropped(tmp_path, caplog):
         ("data: null", "data has to be text, in quotes, not None"),
         ("save_dir: 3", "save_dir has to be a folder, in quotes, not 3"),
         ("working_dir: [a]", "working_dir has to be a folder, in quotes"),
+        ("working_dir: .", "working_dir '.' has to be an absolute path"),
+        ("working_dir: ''", "working_dir '' has to be an absolute path"),
         ("- epochs", "expected"),
         ("epochs: [", "not valid yaml"),
     ],

@@ -169,6 +169,8 @@ def read_options(path: str | Path) -> tuple[argparse.Namespace, dict]:
     for key in ("save_dir", "working_dir"):
         if not isinstance(runtime.get(key, ""), str):
             raise ValueError(f"{path}: {key} has to be a folder, in quotes, not {shown(runtime[key])}")
+    if not Path(runtime.get("working_dir", "/")).is_absolute():
+        raise ValueError(f"{path}: working_dir {shown(runtime['working_dir'])} has to be an absolute path")
     options = {name: stored.get(name, flag.default) for name, flag in TRAIN_FLAGS.items()}
     for name, flag in TRAIN_FLAGS.items():
         flag.check(options[name], f"{path}: {name}")
