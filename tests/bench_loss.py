@@ -142,7 +142,7 @@ def graph_replay(step):
     with torch.cuda.graph(graph):
         outputs = step()
 
-    def replay():
+    def replay(step=step):  # with it the memory that the graph reads is held
         graph.replay()
         return outputs
 
