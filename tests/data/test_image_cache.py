@@ -253,3 +253,12 @@ def test_a_disk_that_gets_full_is_said(error, folder, monkeypatch):
     with pytest.raises(ValueError, match=message):
         open_set(folder)
     assert not [path for path in folder.rglob("*") if "pixels" in path.name]
+
+
+def test_file_systems_that_reserve_nothing(folder, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    cached, plain = open_set(folder), open_set(folder, cache=False)
+    assert all(np.array_equal(cached.imgs[i], load_image(plain, i)[0]) for i in range(12))

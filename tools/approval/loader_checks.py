@@ -30,10 +30,11 @@ PATIENCE = 30  # seconds after which a killed worker has to be noticed
 
 def open_loader(setup: Setup, workers=0, batch=None, **flags):
     """The training loader of the setup with --seed 7; returns (loader, dataset)."""
+    data = load_data_yaml(setup.data, False)
     with redirect_stderr(io.StringIO()):  # without the progress bar of the scan
         return create_dataloader(
-            load_data_yaml(setup.data, False).train or "", setup.img, batch or setup.batch_size, 32,
-            SimpleNamespace(single_cls=False), hyp=load_hyp(setup.hyp), augment=True, workers=workers,
+            data.train or "", setup.img, batch or setup.batch_size, 32, SimpleNamespace(single_cls=False),
+            hyp=load_hyp(setup.hyp), augment=True, workers=workers, keypoints=data.keypoints,
             **{"seed": 7} | flags,
         )  # fmt: skip
 

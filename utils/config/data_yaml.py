@@ -90,7 +90,9 @@ def check_same_names(data: DataConfig, names: Sequence | dict | None, source: st
     model may be trained further on other classes. With `strict` it is a ValueError. Nothing is said of another number
     of classes, nor of a model whose classes have no names but their numbers.
     """
-    theirs = [str(name) for name in (names.values() if isinstance(names, dict) else names or ())]
+    if isinstance(names, dict):  # {0: name, 1: name, ...}, as in files of other programs
+        names = [name for _, name in sorted(names.items(), key=lambda item: str(item[0]).zfill(9))]
+    theirs = [str(name) for name in names] if isinstance(names, (list, tuple)) else []
     if len(theirs) != data.nc or theirs in ([str(c) for c in range(data.nc)], data.names):
         return
     pairs = [(c, old, new) for c, (old, new) in enumerate(zip(theirs, data.names, strict=True)) if old != new]

@@ -7,6 +7,7 @@ memory gets short. Its name carries the signature of the images, in their order:
 and no others, and once it is there it is never changed.
 """
 
+import errno
 import hashlib
 import logging
 import os
@@ -132,8 +133,7 @@ def _make(dataset, path, shapes, ends, prefix):
         _remove_unused(path.parent, path.name.removesuffix(".pixels.cache").rpartition(".")[0] + ".")
         _check_room(path.parent, num_bytes)
         with atomic_write(path, "w+b", fsync=True) as file:
-            if hasattr(os, "posix_fallocate"):  # a disk that gets full later would end the process without a word
-                os.posix_fallocate(file.fileno(), 0, num_bytes)
+            _reserve(file, num_bytes)
             pixels = np.memmap(file, np.uint8, mode="w+", shape=(num_bytes,))
             _fill(dataset, _views(pixels, shapes, ends), f"{prefix}Caching images on disk")
             pixels.flush()
@@ -142,6 +142,16 @@ def _make(dataset, path, shapes, ends, prefix):
             f"--cache-images disk: {num_bytes / 1e9:.1f} GB cannot be written to {printable(path.parent)} "
             f"({error.strerror or error}); make room there, use a smaller --img-size, or --cache-images ram"
         ) from error
+
+
+def _reserve(file, num_bytes):
+    """Take the room on the disk now: one that gets full while it is mapped ends the process without a word."""
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):  # not every file system can
+            raise
 
 
 def _fill(dataset, views, title):

@@ -194,7 +194,7 @@ def _scan_one(files):
 
 def _with_labels(label_file, size, forms):
     """The record of an image of this size (width, height)."""
-    columns: dict = {}
+    columns = {}
     try:
         text = read_text(label_file)
     except FileNotFoundError:

@@ -1,0 +1,53 @@
+"""What a run reads, and what it says when its data and its options or weights do not agree."""
+
+import pytest
+import yaml
+
+import train
+from tests import small_run
+
+
+def data_with(folder, line=None, **changes):
+    """The small data set with changes of its data yaml, and with `line` as every label file of the training images."""
+    small_run.arguments(folder)
+    content = yaml.safe_load((folder / "data.yaml").read_text()) | changes
+    (folder / "data.yaml").write_text(yaml.safe_dump(content))
+    for file in (folder / "labels").rglob("*.txt") if line is not None else ():
+        file.write_text(line)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("shape", "points"), [([2, 2], ".1 .2 .3 .4"), ([2, 3], ".1 .2 0 .3 .4 1"), ([1, 3], ".2 .3 2")]
+)
+def test_poses_are_trained_as_boxes(shape, points, tmp_path, caplog, monkeypatch):
+    seen = []
+    prepare = train.prepare_model
+    monkeypatch.setattr(train, "prepare_model", lambda *args: seen.extend(args[2]) or prepare(*args))
+    small_run.run(data_with(tmp_path, f"0 .5 .5 .25 .5 {points}", kpt_shape=shape), "--epochs", "1")
+    assert seen and all(rows.tolist() == [[0, 0.5, 0.5, 0.25, 0.5]] for rows in seen)
+    for split in ("train", "val"):
+        assert any(text.startswith(f"{split}: ") and "keypoints ignored" in text for text in caplog.messages)
+
+
+@pytest.mark.parametrize("flags", [(), ("--strict-data",)])
+def test_weights_of_classes_in_another_order(flags, tmp_path, caplog):
+    weights = small_run.run(data_with(tmp_path, names=["car", "bus"]), "--epochs", "1") / "weights" / "last.pt"
+    data_with(tmp_path, names=["bus", "car"])
+    caplog.clear()
+    said = f"{weights}: class 0 is called 'car' by the model but 'bus' by the data yaml, which calls class 1 so"
+    if flags:
+        with pytest.raises(ValueError, match=f"--strict-data: {said}"):
+            small_run.run(tmp_path, "--epochs", "1", "--weights", str(weights), *flags)
+    else:
+        small_run.run(tmp_path, "--epochs", "1", "--weights", str(weights))
+        assert sum(said in text for text in caplog.messages) == 1
+
+
+def test_overfit_says_that_its_images_have_no_boxes(tmp_path):
+    data_with(tmp_path, "")
+    last = sorted((tmp_path / "labels").rglob("*.txt"))[-1]
+    for file in (tmp_path / "labels").rglob(last.name):
+        file.write_text("0 .5 .5 .25 .5")
+    with pytest.raises(ValueError, match=r"--overfit: the first 1 images, sorted by name, have no boxes, but 1 later"):
+        small_run.run(tmp_path, "--overfit", "--subset-size", "1")
