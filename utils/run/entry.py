@@ -95,7 +95,7 @@ def _report_thread(fault):
     Anything else is a bug, and a traceback.
     """
     if isinstance(fault.exc_value, OSError) and os.environ.get("YOLOV7FAST_TRACEBACK") != "1":
-        logging.getLogger("run").warning("a file is not complete: %s", printable(fault.exc_value))
+        logging.getLogger("run").warning("a file is not complete: %s", printable(_describe(fault.exc_value)))
     else:
         threading.__excepthook__(fault)
 
