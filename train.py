@@ -84,8 +84,6 @@ def train(given):
     resume.note_images(progress, loaders.dataset.img_files, opt)
     report, checkpoints = open_records(given, paths, progress, heads_of(model))
     report.also(steps.scalars)
-    if has_several_heads(model) and run.hyp.get("loss_ota", 1) and opt.ota_last is None:
-        logger.info("several heads: the plain loss is used, OTA needs --ota-last")
     if not opt.resume:
         report.labels(loaders.dataset.labels)
         if ranks.is_main:  # the other processes receive the anchors with the weights
@@ -216,6 +214,8 @@ def open_trainer(run, model, stored):
     if stored and not opt.single_cls:
         names = stored.for_training().attributes.get("names")
         check_same_names(run.data, names, opt.weights, opt.strict_data, same_data=opt.resume)
+    if has_several_heads(model) and hyp.get("loss_ota", 1) and opt.ota_last is None:
+        logger.info("several heads: the plain loss is used, OTA needs --ota-last")
     if opt.overfit:
         overfit.quicken_statistics(model)
     # see overfit.batch_weight

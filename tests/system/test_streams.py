@@ -1,8 +1,13 @@
 """A program writes on whatever becomes of its standard streams: each case is a process of its own."""
 
+import fcntl
 import io
+import os
+import pty
+import signal
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -50,6 +55,26 @@ def test_a_program_outlives_its_streams(streams, tmp_path):
     subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, timeout=120)
     assert (tmp_path / "status").read_text() == "0\n"
     assert (tmp_path / "content").read_text() == "whole"
+
+
+@pytest.mark.parametrize(("hangup", "ends"), [(signal.SIG_IGN, True), (signal.SIG_DFL, False)], ids=["nohup", "plain"])
+def test_a_terminal_that_is_closed(hangup, ends, tmp_path):
+    """The signal stays deadly, unless it is ignored, as by nohup: then writing goes on into nothing."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    screen, terminal = pty.openpty()
+
+    def take_terminal():
+        os.setsid()
+        fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGHUP, hangup)
+
+    process = subprocess.Popen([sys.executable, "program.py"], cwd=tmp_path, stdout=terminal, stderr=terminal,
+                               preexec_fn=take_terminal, env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
+    os.close(terminal)
+    os.read(screen, 1000)
+    os.close(screen)
+    assert process.wait(120) == (0 if ends else -signal.SIGHUP)
+    assert not ends or (tmp_path / "content").read_text() == "whole"
 
 
 def test_what_can_be_written_arrives():

@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable
 
 from utils.system.files import printable
-from utils.system.streams import keep_streams
+from utils.system.streams import LastingStream, keep_streams
 
 # Packages and modules that read the same files in all processes of a run, so that they say the same in each.
 READ_BY_ALL = ("utils.config.", "utils.system.files", "utils.data.scan", "utils.data.label_cache", "utils.run.folder")
@@ -35,7 +35,7 @@ def set_logging(rank: int = -1) -> None:
 
     Processes of a rank above 0 only log warnings, and none about what all of them read alike.
     """
-    handler = logging.StreamHandler(sys.stdout)
+    handler = logging.StreamHandler(LastingStream(sys.stdout))  # also for a script that does not call `run`
     handler.setFormatter(_Formatter("%(message)s"))
     handler.addFilter(lambda record: rank <= 0 or not record.name.startswith(READ_BY_ALL))
     logging.basicConfig(handlers=[handler], level=logging.INFO if rank <= 0 else logging.WARNING)
