@@ -6,7 +6,7 @@ from pathlib import Path
 
 from utils.metrics.names import image_names
 from utils.ops.boxes import xyxy2xywh
-from utils.system.files import atomic_write, printable
+from utils.system.files import atomic_write, printable, remove_leftovers
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,7 @@ class TextFiles:
             logger.warning("%s has text files of an earlier test: those of the same images are replaced", folder)
         for parent in {file.parent for file in self.files.values()} | {self.folder}:
             parent.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(parent)  # of a test that was killed
 
     def add(self, path, detections, image_shape):
         """Write `detections` [k x 6: x1, y1, x2, y2, confidence, class], pixels of the image of (height, width)."""
