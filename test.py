@@ -15,7 +15,7 @@ from utils.config.data_yaml import check_same_names, load_data_yaml
 from utils.config.options import check_img_size, check_test_options, test_parser
 from utils.data.scan import check_labels
 from utils.datasets import create_dataloader
-from utils.engine.evaluate import evaluate, log_scores
+from utils.engine.evaluate import CONF_THRES, IOU_THRES, evaluate, log_scores
 from utils.metrics import coco
 from utils.metrics.multi_head import heads_of, score_heads
 from utils.metrics.text_files import TextFiles
@@ -26,6 +26,8 @@ from utils.system.files import atomic_write, check_can_be_made, check_file, incr
 from utils.system.folder_lock import check_free, own
 
 logger = logging.getLogger("test")
+
+SPLITS = ("train", "val", "test")  # the other tasks score many times
 
 
 def open_loader(opt, data, split, image_size, stride, batch_size):
@@ -75,7 +77,7 @@ def score(opt, weights, data, *, image_size, conf_thres, iou_thres, plots=True, 
     check_classes(model, weights, data, opt)
     stride = max(int(model.stride.max()), 32)
     image_size, names = check_img_size(image_size, stride), data.names
-    split = opt.task if opt.task in ("train", "val", "test") else "val"
+    split = opt.task if opt.task in SPLITS else "val"
     loader = open_loader(opt, data, split, image_size, stride, opt.batch_size)
     if device.type == "cuda":
         model(torch.zeros(1, 3, image_size, image_size, device=device).half())  # cuDNN's first call is slow
@@ -83,12 +85,15 @@ def score(opt, weights, data, *, image_size, conf_thres, iou_thres, plots=True, 
     if not opt.save_dir:  # all input has been found good
         opt.save_dir = str(increment_path(Path(opt.project) / opt.name, exist_ok=opt.exist_ok))
         own(opt.save_dir, "choose another --name or --project")
-    sinks = []
-    if opt.save_txt or opt.save_hybrid:
-        sinks.append(TextFiles(Path(opt.save_dir) / "labels", opt.save_conf))
-    coco_results = coco.open_results(data, split, names, loader.dataset.img_files) if save_json else None
+    sinks, files = [], loader.dataset.img_files
+    if (opt.save_txt or opt.save_hybrid) and opt.task in SPLITS:
+        labels = Path(opt.save_dir) / "labels"
+        sinks.append(TextFiles(labels, files, opt.save_conf, label_files=loader.dataset.label_files))
+    coco_results = coco.open_results(data, split, names, files) if save_json else None
     if coco_results:
         sinks.append(coco_results)
+    logger.info("NMS: --iou-thres %g, --conf-thres %g (validation of a training: %g, %g)", iou_thres, conf_thres,
+                IOU_THRES, CONF_THRES)  # fmt: skip
     found = evaluate(
         model, loader, data.nc, names, conf_thres=conf_thres, iou_thres=iou_thres, single_cls=opt.single_cls,
         augment=opt.augment, hybrid=opt.save_hybrid, v5_metric=opt.v5_metric,
@@ -138,12 +143,16 @@ def main(opt):
     """The tasks of the command line: score one split; `speed`: time each of the weights; `study`: many image sizes."""
     check_test_options(opt)
     opt.data = check_file(opt.data)
-    split = opt.task if opt.task in ("train", "val", "test") else "val"
+    split = opt.task if opt.task in SPLITS else "val"
     data = load_data_yaml(opt.data, opt.single_cls, needed=(split,))
     check_can_be_made(opt.project)
     if opt.exist_ok:
         check_free(Path(opt.project) / opt.name, "choose another --name or --project")
     opt.save_dir = ""
+    for name in ("save_txt", "save_json", "save_per_class_ap") if opt.task not in SPLITS else ():
+        if getattr(opt, name):  # each score would write over the one before
+            logger.warning("--%s has no effect with --task %s", name.replace("_", "-"), opt.task)
+            setattr(opt, name, None)
     thresholds = {"conf_thres": opt.conf_thres, "iou_thres": opt.iou_thres}
     if opt.task == "speed":
         for weights in opt.weights:

@@ -31,6 +31,7 @@ from utils.engine.ema import ModelEMA
 from utils.engine.evaluate import evaluate, log_scores
 from utils.engine.trainer import Trainer, freeze_layers
 from utils.loggers.results import open_report
+from utils.loss.multi_head import has_several_heads
 from utils.metrics.detection import fitness
 from utils.metrics.multi_head import heads_of, score_heads
 from utils.run import auto_batch, entry, fast_paths
@@ -39,6 +40,7 @@ from utils.run.evolve import evolve
 from utils.run.folder import open_run_folder, prepare_train_options
 from utils.run.loaders import open_loaders
 from utils.system import distributed, random_state
+from utils.system.files import counted
 
 logger = logging.getLogger("train")
 
@@ -122,7 +124,7 @@ def train(given):
             finish_epoch(epoch, rates, opt, trainer, progress, validate, report, checkpoints)
     steps.finish()
     hours = (time.monotonic() - started) / 3600
-    logger.info("%d epochs completed in %.3f hours", progress.trained, hours)
+    logger.info("%s completed in %.3f hours", counted(progress.trained, "epoch"), hours)
     finish_run(run, loaders, report, checkpoints)
     return progress.results
 
@@ -212,6 +214,8 @@ def open_trainer(run, model, stored):
     if stored and not opt.single_cls:
         names = stored.for_training().attributes.get("names")
         check_same_names(run.data, names, opt.weights, opt.strict_data, same_data=opt.resume)
+    if has_several_heads(model) and hyp.get("loss_ota", 1) and opt.ota_last is None:
+        logger.info("several heads: the plain loss is used, OTA needs --ota-last")
     if opt.overfit:
         overfit.quicken_statistics(model)
     # see overfit.batch_weight

@@ -118,7 +118,9 @@ def heads_arguments(is_multi_head, cfg, head_config):
     if head_config is None:
         assert "head_config" not in cfg, "this configuration was built with a head_config: pass it again"
         num_heads = wanted or DEFAULT_HEADS
-        logger.info("No head configuration: %d classes are divided in order among %d heads", cfg["nc"], num_heads)
+        logger.info(
+            "No head configuration: classes 0 to %d are divided in order among %d heads", cfg["nc"] - 1, num_heads
+        )
         return [None, False, num_heads]
     if wanted not in (None, head_config.num_heads):
         raise ValueError(

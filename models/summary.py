@@ -23,11 +23,11 @@ class Summary:
     parameters: int
     gradients: int  # parameters that are trained
     gflops: float
+    is_fused: bool = False  # no batch norms are left: for inference only
 
     def __str__(self):
-        return (
-            f"{self.layers} layers, {self.parameters} parameters, {self.gradients} gradients, {self.gflops:.1f} GFLOPs"
-        )
+        use = "fused for inference" if self.is_fused else f"{self.gradients} gradients"
+        return f"{self.layers} layers, {self.parameters} parameters, {use}, {self.gflops:.1f} GFLOPs"
 
 
 def model_summary(model, img_size=640):
@@ -41,6 +41,7 @@ def model_summary(model, img_size=640):
         parameters=sum(p.numel() for p in parameters),
         gradients=sum(p.numel() for p in parameters if p.requires_grad),
         gflops=operations / 1e9,
+        is_fused=not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()),
     )
 
 

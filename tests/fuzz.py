@@ -39,6 +39,8 @@ from utils.config.options import load_options
 from utils.data.scan import scan_dataset
 from utils.datasets import LoadImagesAndLabels
 from utils.engine.checkpoint_reader import check_finite, read_checkpoint
+from utils.metrics.coco import CocoResults
+from utils.metrics.coco_annotations import match_categories, match_images, read_annotations
 
 PATIENCE = 20  # seconds for one input
 MEMORY = 3e9  # bytes of address space that the child may take beyond what it has
@@ -112,6 +114,23 @@ def read_opt(file):
     assert load_options(file).epochs is not None
 
 
+def read_coco(file):
+    """The official score of a detector that finds one object of each class."""
+    images = [str(file.parent / "images" / name) for name in ("00.png", "01.png")]
+    content = read_annotations(file)
+    ids = match_images(images, content["images"], file)
+    results = CocoResults(ids, match_categories(["red", "green"], content["categories"], file), content, file)
+    for path in images:
+        results.add(path, torch.tensor([[2, 2, 12, 12, 0.9, 0], [4, 4, 12, 12, 0.8, 1]]), (16, 24))
+    results.write(file.with_name("predictions.json"))
+    json.loads(file.with_name("predictions.json").read_text())
+    try:
+        scores = results.score()
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    assert 0 <= scores.ap <= scores.ap50 <= 1 and not any(score < 0 for score in scores)
+
+
 # ---- the kinds -----------------------------------------------------------------------------------------------------
 
 
@@ -150,6 +169,7 @@ def kinds():
         "hyp yaml": Kind(texts(mutations.HYPS), "hyp.yaml", read_hyp),
         "cfg yaml": Kind(texts(mutations.cfgs()), "cfg.yaml", read_cfg),
         "opt yaml": Kind(texts(mutations.OPTIONS), "opt.yaml", read_opt),
+        "coco json": Kind(texts(mutations.COCOS), "coco.json", read_coco),
         "label cache": Kind({}, ".cache", read_cache, pair),
         "picture": Kind(mutations.pictures(), None, read_picture, {"images/any": b""}),
         "checkpoint": Kind({"a": stored(tiny_model()), "b": stored(tiny_model().state_dict())}, "a.pt", read_pt),
@@ -236,8 +256,9 @@ def run_kind(kind, count, seed):
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         prepare(kind, Path(folder))
-        is_yaml = kind.place is not None and kind.place.endswith(".yaml")
-        inputs = list(mutations.broken_files(kind.healthy, count, seed, is_yaml))
+        suffix = Path(kind.place or "").suffix
+        is_yaml, is_json = suffix == ".yaml", suffix == ".json"
+        inputs = list(mutations.broken_files(kind.healthy, count, seed, is_yaml or is_json, is_json))
         inputs += [("bomb", data) for data in list(mutations.bombs(kind.healthy))[: count // 10]] if is_yaml else []
         if kind.read is read_pt:
             inputs += mutations.hostile_files(kind.healthy, count, seed)

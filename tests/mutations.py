@@ -1,6 +1,7 @@
 """Healthy files of every kind that the programs read, and ways to break them: the material of tests/fuzz.py."""
 
 import io
+import json
 import random
 from copy import deepcopy
 from functools import partial
@@ -31,6 +32,20 @@ DATA = [
 ]
 HYPS = [yaml.safe_dump(HYP), "lr0: 1e-2\nanchors: 3\nmosaic: 1.0\n"]
 OPTIONS = [yaml.safe_dump(vars(train_parser().parse_args([])))]
+
+
+COCO = {
+    "images": [{"id": 7, "file_name": "00.png", "width": 24, "height": 16}, {"id": 9, "file_name": "images/01.png"}],
+    "annotations": [
+        {"id": 0, "image_id": 7, "category_id": 3, "bbox": [2, 2, 10, 10], "area": 90.5, "iscrowd": 0,
+         "segmentation": [[2, 2, 12, 2, 12, 12]]},
+        {"id": 1, "image_id": 9, "category_id": 1, "bbox": [0.5, 0, 8, 8], "iscrowd": 1,
+         "segmentation": {"counts": "PPYo0", "size": [16, 24]}},
+        {"id": 2, "image_id": 9, "category_id": 1, "bbox": [4, 4, 8, 8]},
+    ],
+    "categories": [{"id": 1, "name": "green", "supercategory": "x"}, {"id": 3, "name": "Red"}],
+}  # fmt: skip
+COCOS = [json.dumps(COCO), json.dumps(COCO, indent=1).replace('id": 7', 'id": "7"').replace('id": 1', 'id": 1.0')]
 
 
 def cfgs():
@@ -126,9 +141,9 @@ VALUES = [
 ]  # fmt: skip
 
 
-def broken_tree(data, rng):
-    """A yaml with one to three values or keys of it replaced, removed, repeated or swapped; still valid yaml."""
-    content = yaml.safe_load(data)
+def broken_tree(data, rng, is_json=False):
+    """A yaml or json with one to three values or keys of it replaced, removed, repeated or swapped; still valid."""
+    content = json.loads(data) if is_json else yaml.safe_load(data)
     for _ in range(rng.choice((1, 1, 2, 3))):
         places = list(_containers(content))
         if not places:
@@ -146,6 +161,8 @@ def broken_tree(data, rng):
             holder[rng.choice(("unknown", 3, None, "nc", "path"))] = holder.pop(key)
         else:
             holder[key] = deepcopy(rng.choice(VALUES))
+    if is_json:
+        return json.dumps(content, default=str).encode()
     return yaml.safe_dump(content, sort_keys=False).encode()
 
 
@@ -246,10 +263,10 @@ INJURIES = (flip_bit, set_byte, cut_off, remove_part, repeat_part, clear_part, i
             replace_field, shuffle_lines, change_encoding, splice)  # fmt: skip
 
 
-def broken_files(healthy, count, seed, is_yaml=False):
+def broken_files(healthy, count, seed, is_tree=False, is_json=False):
     """`count` broken copies of `healthy` files ({name: bytes}) as (name, bytes), each from its own random stream.
 
-    The first are the healthy files themselves. A yaml is broken as text or as a tree.
+    The first are the healthy files themselves. A yaml or json (`is_tree`) is broken as text or as a tree.
     """
     names = list(healthy)
     for number in range(count):
@@ -258,8 +275,8 @@ def broken_files(healthy, count, seed, is_yaml=False):
         whole = number < len(names)
         if whole:
             yield name, healthy[name]
-        elif is_yaml and rng.random() < 0.7:
-            yield name, broken_tree(healthy[name], rng)
+        elif is_tree and rng.random() < 0.7:
+            yield name, broken_tree(healthy[name], rng, is_json)
         else:
             yield name, broken(healthy[name], rng, list(healthy.values()))
 

@@ -62,8 +62,8 @@ def main():
             for variant in options.variants:
                 rows.append(run_child(job, chosen, variant, data, Path(folder), options))
                 print(in_one_line(rows[-1]), flush=True)
-                write(rows, options, out)
-    print(f"\n{heading(options)}\n\n{table(rows)}\n\nwritten: {out}/results.json, table.md, phases.png")
+                written = write(rows, options, out)
+    print(f"\n{heading(options)}\n\n{table(rows)}\n\nwritten to {out}: {', '.join(written)}")
 
 
 # ---- one row, in a process of its own ------------------------------------------------------------------------------
@@ -282,11 +282,14 @@ def heading(options):
 
 
 def write(rows, options, out):
+    """Write what there is into the folder `out`; returns the names of the files."""
     (out / "results.json").write_text(json.dumps({"machine": heading(options), "rows": rows}, indent=1))
     (out / "table.md").write_text(f"{heading(options)}\n\n{table(rows)}\n")
     done = [row for row in rows if "error" not in row]
+    (out / "phases.png").unlink(missing_ok=True)  # of an earlier run
     if done:
         plot(done, out / "phases.png", heading(options))
+    return ["results.json", "table.md", *["phases.png"] * bool(done)]
 
 
 def plot(rows, path, title):
@@ -342,4 +345,7 @@ def parse():
 
 
 if __name__ == "__main__":
+    from utils.system.streams import keep_streams
+
+    keep_streams()
     main()

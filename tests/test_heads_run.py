@@ -48,6 +48,8 @@ def test_train_resume_and_score(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     folder = small_run.run_line(heads_line(tmp_path))
     assert "2 heads for 2 classes" in caplog.text and "              greens" in caplog.text
+    assert "head 0 (greens): 1 class," in caplog.text
+    assert caplog.messages.count("several heads: the plain loss is used, OTA needs --ota-last") == 1
     first, second = rows_of(folder / "results.csv")
     assert float(first["val/box_loss"]) > 0 and float(first["val/obj_loss"]) > 0
     for name in ("precision", "recall", "mAP_0.5", "mAP_0.5:0.95"):

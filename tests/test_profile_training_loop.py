@@ -75,7 +75,8 @@ def row(variant, rate, **more):
 def test_table_and_files(tmp_path):
     rows = [row("off", 90.0), {"job": "tiny64", "img": 320, "batch": 64, "variant": "--x", "error": "it | broke"},
             row("--fast", 4600.0, memory_gb=12.34)]  # fmt: skip
-    profile.write(rows, SimpleNamespace(device="cpu"), tmp_path)
+    files = profile.write(rows, SimpleNamespace(device="cpu"), tmp_path)
+    assert sorted(files) == sorted(path.name for path in tmp_path.iterdir())
     lines = (tmp_path / "table.md").read_text().splitlines()
     assert lines[0].startswith("CPU, wall clock")
     assert lines[2].endswith("| ms/step | data | forward |")
@@ -85,6 +86,13 @@ def test_table_and_files(tmp_path):
     assert json.loads((tmp_path / "results.json").read_text())["rows"] == rows
     assert (tmp_path / "phases.png").stat().st_size > 1000
     assert profile.in_one_line(rows[1]).endswith("FAILED: it | broke")
+
+
+def test_only_files_that_were_written_are_named(tmp_path):
+    (tmp_path / "phases.png").touch()  # of an earlier run
+    failed = {"job": "tiny64", "img": 320, "batch": 64, "variant": "off", "error": "not done after 60 s"}
+    assert profile.write([failed], SimpleNamespace(device="cpu"), tmp_path) == ["results.json", "table.md"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["results.json", "table.md"]
 
 
 def test_a_row_that_fails_says_why(tmp_path):

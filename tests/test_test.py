@@ -79,6 +79,52 @@ def test_several_weights_form_an_ensemble(trained, tmp_path):
     assert score(trained, tmp_path, "--weights", *weights).is_dir()
 
 
+def test_a_second_test_into_one_folder_replaces_the_first(trained, tmp_path):
+    for _ in range(2):
+        folder = score(trained, tmp_path, "--save-txt", "--exist-ok", "--conf", "0.0001")
+        counts = [len(path.read_text().splitlines()) for path in sorted((folder / "labels").iterdir())]
+    assert len(counts) == 6 and max(counts) <= 300
+
+
+def test_images_of_equal_names(trained, tmp_path, caplog):
+    """Two folders with equal stems: a text file each, an id each in the json."""
+    for clip in ("clipA", "clipB"):
+        (tmp_path / "images" / clip).mkdir(parents=True)
+        for name in ("00.png", "01.png"):
+            cv2.imwrite(str(tmp_path / "images" / clip / name), np.full((48, 64, 3), 9, np.uint8))
+    data = tmp_path / "clips.yaml"
+    data.write_text(f"val: {tmp_path / 'images'}\nnames: [dog, dog]\n")
+    caplog.set_level("INFO")
+    folder = score(trained, tmp_path, "--data", str(data), "--save-txt", "--save-json", "--conf", "0.0")
+    texts = {path.relative_to(folder / "labels").as_posix() for path in (folder / "labels").rglob("*.txt")}
+    assert texts == {"clipA/00.txt", "clipA/01.txt", "clipB/00.txt", "clipB/01.txt"}
+    rows = json.loads((folder / "last_predictions.json").read_text())
+    assert {row["image_id"] for row in rows} == {name.removesuffix(".txt") for name in texts}
+
+
+def test_thresholds_are_said(trained, tmp_path, caplog):
+    caplog.set_level("INFO")
+    score(trained, tmp_path)
+    line = "NMS: --iou-thres 0.65, --conf-thres 0.001 (validation of a training: 0.6, 0.001)"
+    assert caplog.messages.count(line) == 1
+
+
+def test_tasks_that_score_many_times_write_no_files(trained, tmp_path, caplog):
+    folder = score(trained, tmp_path, "--task", "speed", "--save-txt", "--save-per-class-ap", str(tmp_path / "ap.json"))
+    assert not (folder / "labels").exists() and not (tmp_path / "ap.json").exists()
+    assert "--save-txt has no effect with --task speed" in caplog.text
+
+
+def test_a_broken_annotation_file_keeps_our_own_score(trained, tmp_path, caplog):
+    """End to end: one warning that names entry and key, the result file, and no traceback."""
+    (tmp_path / "val.json").write_text('{"images": [], "categories": [], "annotations": [{"image_id": 1}]}')
+    data = tmp_path / "data.yaml"
+    images = trained.parent.parent / "images" / "val"
+    data.write_text(f"val: {images}\nannotations: {tmp_path / 'val.json'}\nnames: [red, green]\n")
+    folder = score(trained, tmp_path, "--data", str(data), "--save-json", "--conf", "0.0001")
+    assert "annotations[0] has no category_id" in caplog.text and (folder / "last_predictions.json").is_file()
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -33,6 +33,7 @@ from tools.bench_samples import make_dataset
 from utils import datasets
 from utils.config.hyp import load_hyp
 from utils.data.fast.device_augment import DeferredBatch
+from utils.system.streams import keep_streams
 
 LOADERS = {
     "reference": {},
@@ -230,4 +231,5 @@ def main():
 
 
 if __name__ == "__main__":
+    keep_streams()
     main()

@@ -33,6 +33,7 @@ from utils.config.hyp import load_hyp
 from utils.data import affine, mosaic, paste
 from utils.data import dataset as dataset_module
 from utils.ops.boxes import resample_segments, segment2box
+from utils.system.streams import keep_streams
 
 
 def make_dataset(folder, num_images, seed=0, boxes=False):
@@ -207,4 +208,5 @@ def main():
 
 
 if __name__ == "__main__":
+    keep_streams()
     main()

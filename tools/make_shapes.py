@@ -19,6 +19,10 @@ import cv2
 import numpy as np
 from tqdm import tqdm
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from utils.system.streams import keep_streams
+
 STAMP = "make_shapes.json"
 FOLDERS = ("images", "labels", "annotations")
 SPLITS = ("train", "val")
@@ -300,4 +304,5 @@ def main():
 
 
 if __name__ == "__main__":
+    keep_streams()
     main()

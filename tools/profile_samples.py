@@ -31,6 +31,7 @@ from utils.data import affine, mosaic
 from utils.data import dataset as dataset_module
 from utils.data.fast.deferred import CAPACITY, DeferredDataset, rounding_mode, steps_bytes
 from utils.datasets import LoadImagesAndLabels as Dataset
+from utils.system.streams import keep_streams
 
 STEPS = {
     "draw the mosaic": [(mosaic, "draw_mosaic4"), (mosaic, "draw_mosaic9")],
@@ -142,4 +143,5 @@ def main():
 
 
 if __name__ == "__main__":
+    keep_streams()
     main()

@@ -19,7 +19,7 @@ import difflib
 from pathlib import Path
 
 from utils.config.data_yaml import NAME_TEXT, read_yaml
-from utils.system.files import printable
+from utils.system.files import counted, printable
 
 KEYS = {"nc", "heads", "grouping", "full_head", "one_class_score", "head_assignments"}
 HEAD_KEYS = {"classes", "weight", "name"}
@@ -115,10 +115,14 @@ class HeadConfig:
     def summary(self):
         """A few lines for the log."""
         kind = ", full heads" if self.full_head else ""
-        lines = [f"{self.path}: {self.num_heads} heads for {self.nc} classes, grouping {self.grouping}{kind}"]
+        lines = [
+            f"{self.path}: {counted(self.num_heads, 'head')} for "
+            f"{counted(self.nc, 'class', 'classes')}, grouping {self.grouping}{kind}"
+        ]
         for head, name in enumerate(self.head_names):
+            num_classes = counted(self.head_nc_list[head], "class", "classes")
             lines.append(
-                f"  head {head} ({name}): {self.head_nc_list[head]} classes, weight {self.weights[head]:g}, "
+                f"  head {head} ({name}): {num_classes}, weight {self.weights[head]:g}, "
                 f"ids {id_ranges(self.head_classes[head])}"
             )
         return "\n".join(lines)

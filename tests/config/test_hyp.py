@@ -38,7 +38,9 @@ def test_missing_keys_take_defaults_named_in_one_warning(tmp_path, caplog):
     assert hyp == DEFAULTS
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     message = caplog.records[0].getMessage()
-    assert "hyp.yaml lacks lrf, paste_in, loss_ota" in message and "'lrf': 0.1" in message
+    assert "hyp.yaml lacks lrf, paste_in, loss_ota" in message and message.endswith(
+        "used: lrf: 0.1, paste_in: 0, loss_ota: 1"
+    )
 
 
 def test_unknown_keys_are_kept_and_named(tmp_path, caplog):

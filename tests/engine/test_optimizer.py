@@ -31,6 +31,13 @@ def test_large_batches_learn_faster_after_a_longer_warmup(batch, lr0, warmup):
     assert hyp == {"lr0": 0.01, "warmup_epochs": 3, "momentum": 0.9}
 
 
+@pytest.mark.parametrize(("batch", "said"), [(64, "batch 64 is not above 64, lr0 0.01"), (256, "lr0 0.01 -> 0.02")])
+def test_auto_lr_says_what_it_did(batch, said, caplog):
+    caplog.set_level("INFO")
+    optim.for_large_batch({"lr0": 0.01, "warmup_epochs": 3}, batch)
+    assert len(caplog.messages) == 1 and said in caplog.text
+
+
 def test_a_longer_warmup_stays():
     assert optim.for_large_batch({"lr0": 0.01, "warmup_epochs": 7.5}, 256)["warmup_epochs"] == 7.5
 

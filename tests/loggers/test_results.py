@@ -4,7 +4,9 @@ import csv
 import inspect
 import logging
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -219,3 +221,21 @@ def test_null_report_takes_every_call_and_does_nothing(tmp_path, monkeypatch):
         if not name.startswith("_") and name not in ("epoch", "results_text"):
             assert getattr(report, name)(*inspect.signature(method).parameters) is None
     assert report.results_text() == "" and not list(tmp_path.iterdir())
+
+
+def test_equal_class_names_have_a_column_each(tmp_path):
+    names = ["dog", "epoch", "dog", "dog (2)", "a b", "a_b"]
+    report = RunReport(tmp_path, 1, names, images=False, tensorboard=False, per_class=True)
+    tags = {}
+    report.tensorboard = SimpleNamespace(
+        begin_epoch=lambda: None, batch=lambda n: None, end_training=lambda: None,
+        end_epoch=lambda epoch, scalars: tags.update(scalars),
+    )  # fmt: skip
+    aps = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+    one_epoch(report, 0, class_ap=np.array(aps))
+    (row,) = rows_of(tmp_path / "results_per_class.csv")
+    assert [float(value) for value in row.values()] == [0, *aps]
+    assert list(row) == ["epoch", "dog (0)", "epoch (1)", "dog (2) (2)", "dog (2)", "a b", "a_b"]
+    by_class = {tag: value for tag, value in tags.items() if tag.startswith("class_mAP")}
+    assert list(by_class.values()) == aps
+    assert len({tag.replace(" ", "_") for tag in by_class}) == len(names)

@@ -26,6 +26,13 @@ def test_summary_by_hand():
     assert model_summary(model, [320, 640]).gflops == pytest.approx(2 * summary.gflops)
 
 
+def test_a_fused_model_has_no_gradients_to_speak_of(caplog):
+    assert "gradients" in str(model_summary(Model(CFG)))
+    caplog.set_level("INFO", logger="models.yolo")
+    Model(CFG).fuse()
+    assert "fused for inference" in caplog.messages[-1] and "gradients" not in caplog.messages[-1]
+
+
 def test_summary_leaves_the_model_as_it_was():
     model = Model(CFG).train()
     model.model[0].eval()

@@ -175,3 +175,12 @@ def test_leftovers_are_removed_but_not_the_files_of_living_processes(tmp_path):
     assert (tmp_path / "last.pt").read_bytes() == b"whole" and not other.exists()
     assert all(path.exists() for path in strangers)
     files.remove_leftovers(tmp_path / "missing")
+
+
+def test_words_for_messages():
+    assert [files.counted(n, "image") for n in (0, 1, 2)] == ["0 images", "1 image", "2 images"]
+    assert [files.counted(n, "class", "classes") for n in (1, 80)] == ["1 class", "80 classes"]
+    error = OSError(28, "No space left on device", "a/last.pt")
+    assert files.cause_of(error) == "No space left on device"
+    assert files.cause_of(error, with_file=True) == "a/last.pt: No space left on device"
+    assert files.cause_of(KeyError()) == "KeyError" and files.cause_of(OSError("odd"), with_file=True) == "odd"

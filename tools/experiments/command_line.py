@@ -15,6 +15,7 @@ from utils.config.options import check_ranges, check_values, explicit_options, t
 from utils.run.entry import refuse
 from utils.system.files import check_can_be_made, check_file
 from utils.system.folder_lock import own
+from utils.system.streams import keep_streams
 
 # Options of train.py that belong to the tool which starts it, and why.
 OF_THE_TOOL = {
@@ -164,6 +165,7 @@ def run_tool(main, options, level=logging.INFO, layout="%(message)s", interrupte
 
     SIGTERM ends the process as an interruption does, so that the training that it started ends too.
     """
+    keep_streams()
     logging.basicConfig(stream=sys.stdout, level=level, format=layout)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:

@@ -84,7 +84,8 @@ def load_hyp(path: str | Path) -> dict:
 
     missing = [key for key in DEFAULTS if key not in hyp]
     if missing:
-        logger.warning("%s lacks %s; used: %s", where, _listing(missing), {key: DEFAULTS[key] for key in missing})
+        logger.warning("%s lacks %s; used: %s", where, _listing(missing),
+                       ", ".join(f"{key}: {DEFAULTS[key]:g}" for key in missing))  # fmt: skip
     unknown = [key for key in hyp if key not in HYPER_PARAMETERS]
     if unknown:
         logger.warning("%s has keys that nothing here reads: %s", where, _listing(unknown))

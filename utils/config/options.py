@@ -85,7 +85,9 @@ def _check_shorter_run(opt):
         final = schedule.final
         if opt.img_size not in ([640, 640], [final], [final, final]):
             logger.warning(
-                "--img-size %s: with --resize-schedule, validation has its last size, %d", opt.img_size, final
+                "--img-size %s: with --resize-schedule, validation has its last size, %d",
+                " ".join(map(str, opt.img_size)),
+                final,
             )
         opt.img_size = [final, final]
 

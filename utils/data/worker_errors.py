@@ -18,8 +18,10 @@ def end_with_a_lost_batch(worker_id):
     """
 
     def end(error, batch):
-        print(f"loader worker {worker_id} cannot pass on a batch: {describe(error)}", file=sys.stderr, flush=True)
-        os._exit(1)
+        try:
+            print(f"loader worker {worker_id} cannot pass on a batch: {describe(error)}", file=sys.stderr, flush=True)
+        finally:  # also when nobody reads that any more
+            os._exit(1)
 
     Queue._on_queue_feeder_error = staticmethod(end)
 

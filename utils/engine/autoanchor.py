@@ -7,6 +7,7 @@ import torch
 from tqdm import tqdm
 
 from utils.system.distributed import unwrap
+from utils.system.files import counted
 
 logger = logging.getLogger(__name__)
 
@@ -113,11 +114,13 @@ def kmean_anchors(dataset, n=9, imgsz=640, thr=4.0, gen=1000):
     num_small = (all_wh < SMALL_PIXELS).any(1).sum()
     if num_small:
         logger.warning(
-            "%d of %d boxes have a side below %g pixels at image size %d", num_small, len(all_wh), SMALL_PIXELS, imgsz
+            "boxes with a side below %g pixels at image size %d: %d of %d", SMALL_PIXELS, imgsz, num_small, len(all_wh)
         )
     wh = all_wh[(all_wh >= TINY_PIXELS).any(1)]
     if len(wh) < n:
-        raise ValueError(f"{len(wh)} boxes of at least {TINY_PIXELS:g} pixels are too few to fit {n} anchors")
+        raise ValueError(
+            f"{counted(len(wh), 'box', 'boxes')} of at least {TINY_PIXELS:g} pixels: too few to fit {n} anchors"
+        )
 
     spread = wh.std(0)
     if not spread.all():
@@ -126,7 +129,7 @@ def kmean_anchors(dataset, n=9, imgsz=640, thr=4.0, gen=1000):
 
     centroids, _ = kmeans(wh / spread, n, iter=30)
     if len(centroids) != n:
-        raise ValueError(f"k-means found only {len(centroids)} different box sizes for {n} anchors")
+        raise ValueError(f"k-means found only {counted(len(centroids), 'box size')} for {n} anchors")
     anchors = _by_area(centroids * spread)
     return _by_area(_evolve(anchors, torch.from_numpy(wh).float(), thr, gen))
 

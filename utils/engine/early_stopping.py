@@ -3,6 +3,7 @@
 import logging
 
 from utils.system.distributed import broadcast_indices
+from utils.system.files import counted
 
 logger = logging.getLogger(__name__)
 
@@ -21,8 +22,8 @@ def epochs_to_train(progress, patience, ranks, device):
         stops = is_due(progress.best_epoch, progress.tested_epoch, patience)
         if patience and broadcast_indices([int(stops)], ranks.rank, device)[0]:
             logger.info(
-                "Stopping before epoch %d: nothing was better than epoch %d for %d epochs (--patience %d)",
-                epoch, progress.best_epoch, progress.tested_epoch - progress.best_epoch, patience,
+                "Stopping before epoch %d: nothing was better than epoch %d for %s (--patience %d)",
+                epoch, progress.best_epoch, counted(progress.tested_epoch - progress.best_epoch, "epoch"), patience,
             )  # fmt: skip
             return
         yield epoch

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from utils.loss.multi_head import in_float32
 from utils.metrics.detection import ConfusionMatrix, DetectionScores, Scores
+from utils.metrics.names import class_names
 from utils.ops.boxes import scale_coords, xywh2xyxy
 from utils.ops.nms import non_max_suppression
 from utils.plots import run as plots
@@ -22,6 +23,7 @@ from utils.plots.images import output_to_targets, plot_images
 
 logger = logging.getLogger(__name__)
 
+CONF_THRES, IOU_THRES = 0.001, 0.6  # of the NMS in the validation of a training
 HEADER = ("%20s" + "%12s" * 6) % ("Class", "Images", "Labels", "P", "R", "mAP@.5", "mAP@.5:.95")
 ROW = "%20s" + "%12i" * 2 + "%12.3g" * 4
 
@@ -47,8 +49,8 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, loader: DataLoader, nc: int, names: Sequence[str], *, conf_thres: float = 0.001,
-    iou_thres: float = 0.6, single_cls: bool = False, augment: bool = False, compute_loss: Callable | None = None,
+    model: nn.Module, loader: DataLoader, nc: int, names: Sequence[str], *, conf_thres: float = CONF_THRES,
+    iou_thres: float = IOU_THRES, single_cls: bool = False, augment: bool = False, compute_loss: Callable | None = None,
     hybrid: bool = False, v5_metric: bool = False, plot_dir: str | Path | None = None, sinks: Iterable = (),
 ) -> Evaluation:  # fmt: skip
     """Run `model` (in evaluation mode; its device and precision are used) over `loader` and score the detections.
@@ -56,7 +58,7 @@ def evaluate(
     `compute_loss(maps, targets)` adds the validation losses. `plot_dir` asks for plots there; each of `sinks` is given
     (path, detections, image shape) of every image. With `hybrid` the labels compete with the detections in NMS.
     """
-    weight = next(model.parameters())
+    weight, names = next(model.parameters()), class_names(names, taken=("background",))
     scores, confusion = DetectionScores(), ConfusionMatrix(nc)
     losses, seconds = torch.zeros(3, device=weight.device), {"inference": 0.0, "nms": 0.0}
     for index, (images, targets, paths, shapes) in enumerate(tqdm(loader, desc=HEADER)):
@@ -128,11 +130,14 @@ def plot_batch(images, targets, detections, paths, names, stem):
 def log_scores(scores: Scores, names: Sequence[str], per_class: bool, heads: Iterable = ()) -> None:
     """The table of results: a row for all classes, one for each HeadScore and, when asked, each class with labels."""
     rows = [("all", scores.num_images, scores.num_labels, scores.precision, scores.recall, scores.map50, scores.map)]
-    rows += [(head.name[:20], scores.num_images, *head[1:]) for head in heads]
+    heads = list(heads)
+    labels = class_names([head.name for head in heads], taken=("all",), longest=20)
+    rows += [(label, scores.num_images, *head[1:]) for label, head in zip(labels, heads, strict=True)]
     if per_class:
         columns = (scores.classes, scores.class_precision, scores.class_recall, scores.class_ap50, scores.class_ap)
+        labels = class_names(names, taken=("all", *labels))
         rows += [
-            (names[c], scores.num_images, scores.labels_per_class[c], p, r, ap50, ap)
+            (labels[c], scores.num_images, scores.labels_per_class[c], p, r, ap50, ap)
             for c, p, r, ap50, ap in zip(*columns, strict=True)
         ]
     for row in rows:

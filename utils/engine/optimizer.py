@@ -78,6 +78,8 @@ def for_large_batch(hyp, total_batch):
     `total_batch` is the number of images over all processes.
     """
     if total_batch <= NOMINAL_BATCH:
+        logger.info("--auto-lr: batch %d is not above %d, lr0 %g and warmup_epochs %g stay",
+                    total_batch, NOMINAL_BATCH, hyp["lr0"], hyp["warmup_epochs"])  # fmt: skip
         return hyp
     changed = hyp | {"lr0": hyp["lr0"] * math.sqrt(total_batch / NOMINAL_BATCH)}
     if total_batch >= LONGER_WARMUP_BATCH:

@@ -115,15 +115,21 @@ def note_images(progress, img_files, opt):
     logger.warning("%s; the run goes on with those that are there", problem)
 
 
+def _word(value):
+    """The value of an option in a message."""
+    return " ".join(map(str, value)) if isinstance(value, list) else "none" if value in (None, "") else str(value)
+
+
 def _report_changes(state, hyp, opt):
     """Say which options and hyper-parameters are not those that the checkpoint was written with."""
     before, now = state["options"], vars(opt)
     names = [name for name, flag in TRAIN_FLAGS.items() if flag.is_reported and name != "batch_size"]
     names += ["total_batch_size", "world_size"]  # batch_size itself is the share of one process
-    changed = [f"{name} {before[name]} -> {now[name]}" for name in names if before.get(name, now[name]) != now[name]]
+    names = [name for name in names if before.get(name, now[name]) != now[name]]
+    changed = [f"{name} {_word(before[name])} -> {_word(now[name])}" for name in names]
     if changed:
         logger.info("Changed since the checkpoint: %s", ", ".join(changed))
     names = sorted(name for name in hyp.keys() | state["hyp"].keys() if hyp.get(name) != state["hyp"].get(name))
     if names:
-        pairs = [f"{name} {state['hyp'].get(name)} -> {hyp.get(name)}" for name in names]
+        pairs = [f"{name} {state['hyp'].get(name, 'absent')} -> {hyp.get(name, 'absent')}" for name in names]
         logger.warning("%s has changed since the checkpoint, and holds from now on: %s", opt.hyp, ", ".join(pairs))

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from utils.engine.checkpoint import Checkpoints
+from utils.system.files import cause_of, printable
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class BackgroundCheckpoints(Checkpoints):
         try:
             super().write(content, paths)
         except Exception as error:  # raised again by `wait`
-            logger.warning("%s could not be written: %s", " or ".join(map(str, paths)), error)
+            logger.warning("%s could not be written: %s", " or ".join(map(printable, paths)), cause_of(error))
             raise
 
     def wait(self):

@@ -25,6 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from utils.config.hyp import scale_hyp
 from utils.loss import batched
 from utils.system.distributed import unwrap
+from utils.system.files import cause_of
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,10 @@ def use_lasting_cache():
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        logger.warning("compiled kernels are not kept for the next run: %s; set TORCHINDUCTOR_CACHE_DIR", error)
+        logger.warning(
+            "compiled kernels are not kept for the next run: %s; set TORCHINDUCTOR_CACHE_DIR",
+            cause_of(error, with_file=True),
+        )
         return
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 

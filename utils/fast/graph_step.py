@@ -22,6 +22,7 @@ from utils.fast.prefetcher import as_float
 from utils.fast.train_step import FastSteps
 from utils.loss import batched_assigner
 from utils.ops.cuda_graph import MAX_KEYS, WARM_UP_CALLS, Captured, PaddedSizes, record
+from utils.system.files import counted
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,9 @@ class GraphSteps(FastSteps):
 
     def finish(self):
         super().finish()
-        logger.info("CUDA graph: %s", ", ".join(f"{count} steps {kind}" for kind, count in self.counts.items()))
+        logger.info(
+            "CUDA graph: %s", ", ".join(f"{counted(count, 'step')} {kind}" for kind, count in self.counts.items())
+        )
 
     def items(self, batch, is_update):
         with self.on_stream():
@@ -111,8 +114,9 @@ class GraphSteps(FastSteps):
             logger.warning("--cuda-graph: the step cannot be captured (%s); the run goes on without", self.is_off)
             return None, candidate_sets
         self.counts["captured"] += 1
+        images = " x ".join(map(str, batch.images.shape))
         logger.info("CUDA graph %d captured: images %s, %s optimiser step, room for %s", self.counts["captured"],
-                    list(batch.images.shape), "with" if is_update else "without", shape.padded.sizes)  # fmt: skip
+                    images, "with" if is_update else "without", shape.padded.sizes)  # fmt: skip
         return captured, candidate_sets
 
     def _capture(self, images, candidate_sets, is_update):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from utils.engine.evaluate import HEADER, Evaluation
+from utils.engine.evaluate import CONF_THRES, HEADER, IOU_THRES, Evaluation
 from utils.fast import metrics
 from utils.fast import nms as nms_batched
 from utils.loss.batched import BatchedHeadsLoss, BatchedLoss
@@ -49,8 +49,8 @@ class FastValidation:
 
     @torch.no_grad()
     def __call__(
-        self, model, loader, nc, names=(), *, conf_thres=0.001, iou_thres=0.6, single_cls=False, compute_loss=None,
-        v5_metric=False,
+        self, model, loader, nc, names=(), *, conf_thres=CONF_THRES, iou_thres=IOU_THRES, single_cls=False,
+        compute_loss=None, v5_metric=False,
     ):  # fmt: skip
         """As `evaluate` with the same arguments; returns an Evaluation."""
         weight = next(model.parameters())

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from utils.loggers.tensorboard import NullLogger, open_tensorboard
+from utils.loggers.tensorboard import NullLogger, open_tensorboard, tag_form
 from utils.metrics.multi_head import HeadScore
+from utils.metrics.names import class_names
 from utils.plots.images import plot_images
 from utils.plots.run import in_background, plot_labels, plot_results, wait_for_background
 from utils.system.distributed import Ranks
@@ -65,7 +66,7 @@ class RunReport:
                  tensorboard=True, per_class=False, num_heads=0, world_size=1):  # fmt: skip
         self.save_dir = Path(save_dir)
         self.num_epochs = num_epochs
-        self.names = list(names.values()) if isinstance(names, dict) else list(names)
+        self.names = class_names(list(names.values()) if isinstance(names, dict) else names)
         self.draws_images = images
         self.save_dir.mkdir(parents=True, exist_ok=True)
         self.results_file = self.save_dir / "results.txt"
@@ -180,9 +181,10 @@ class RunReport:
         self.table.add({"epoch": self.epoch_number, **scalars, **others})
         self.last_scores = dict(zip(TEST_TAGS, results, strict=True))
         if self.class_table and class_ap is not None:
-            by_class = dict(zip(self.names, class_ap, strict=True))
-            self.class_table.add({"epoch": self.epoch_number, **by_class})
-            scalars |= {f"class_mAP_0.5:0.95/{name}": ap for name, ap in by_class.items()}
+            columns = class_names(self.names, taken=("epoch",))
+            self.class_table.add({"epoch": self.epoch_number, **dict(zip(columns, class_ap, strict=True))})
+            tags = class_names(self.names, form=tag_form)
+            scalars |= {f"class_mAP_0.5:0.95/{tag}": ap for tag, ap in zip(tags, class_ap, strict=True)}
         self.tensorboard.end_epoch(self.epoch_number, scalars)
 
     def results_text(self) -> str:

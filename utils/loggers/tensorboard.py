@@ -1,6 +1,7 @@
 """The event file of a run, for TensorBoard: stock's scalars, speed, images, settings and final scores."""
 
 import logging
+import re
 import time
 from pathlib import Path
 
@@ -124,6 +125,11 @@ class TensorBoardLogger:
         image = Image.fromarray(array)
         image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
         self.writer.add_image(tag, np.asarray(image), dataformats="HWC")
+
+
+def tag_form(name):
+    """What becomes of a name in a tag: some versions of PyTorch write other characters as _ ."""
+    return re.sub(r"[^-/\w.]", "_", name).strip("/")
 
 
 def run_settings(save_dir):

@@ -1,7 +1,7 @@
 """How good a detector is: AP, confusion matrix, COCO's scores, scores by head.
 
-Read in this order: detection (matching, curves, mAP, fitness), multi_head, coco (annotations and official scores),
-text_files (--save-txt).
+Read in this order: names (that differ), detection (matching, curves, mAP, fitness), multi_head, coco_annotations (the
+user's json), coco (result file and official scores), text_files (--save-txt).
 """
 
 from utils.metrics.detection import ConfusionMatrix, DetectionScores, ap_per_class, fitness

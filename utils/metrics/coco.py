@@ -1,22 +1,30 @@
 """Detections in COCO's result format, and the official COCO score where the data set comes with annotations.
 
-Numbers in the result file. With annotations, an image has the id of the entry in `images` whose file_name it has (the
-folders decide between equal names), and a class the id of the category of its name, or of its place: see
-`match_categories`. Without them, stock's numbers: the file stem, as a number if it is one, and the class id, which for
-COCO itself becomes one of the 91 category numbers.
+Numbers in the result file. With annotations, an image has the id of the entry in `images` whose file_name it has, with
+the folders in it, and a class the id of the category of its name, or of its place: see coco_annotations. Without them,
+stock's numbers: the file stem, as a number if it is one (or more of the path, if stems are not unique), and the class
+id, which for COCO itself becomes one of the 91 category numbers.
 """
 
 import contextlib
 import io
 import json
 import logging
-import os
-from collections import defaultdict
-from pathlib import Path
+import math
 from typing import NamedTuple
 
+from utils.metrics.coco_annotations import (
+    as_id,
+    find_annotations,
+    match_categories,
+    match_images,
+    order_of,
+    read_annotations,
+    why_other_size,
+)
+from utils.metrics.names import image_names
 from utils.ops.boxes import xyxy2xywh
-from utils.system.files import atomic_write
+from utils.system.files import atomic_write, printable
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +33,7 @@ COCO_CATEGORY_IDS = [number for number in range(1, 91) if number not in {12, 26,
 
 
 class CocoScores(NamedTuple):
-    """COCO's twelve figures: average precision and recall; -1 where there is nothing to find."""
+    """COCO's twelve figures: average precision and recall; NaN where there is nothing to find."""
 
     ap: float  # IoU .50:.95
     ap50: float
@@ -47,13 +55,12 @@ def open_results(data, split, names, image_files):
     `data` has the paths of its splits (each a path or a list of paths), `annotations` (of val, or None) and `is_coco`;
     `names` are the classes of the detector. Logs which annotations are used, or where they were looked for.
     """
-    plain = CocoResults(
-        {str(path): _number_of(path) for path in image_files},
-        COCO_CATEGORY_IDS if data.is_coco else list(range(len(names))),
-    )
+    numbers = {path: _number(name) for path, name in image_names(image_files, key=_number).items()}
+    plain = CocoResults(numbers, COCO_CATEGORY_IDS if data.is_coco else list(range(len(names))))
     path, places = find_annotations(getattr(data, split), split, data.annotations if split == "val" else None)
     if path is None:
-        logger.warning("no official COCO score, for lack of annotations; looked for %s", ", ".join(map(str, places)))
+        where = ", ".join(map(printable, places))
+        logger.warning("no official COCO score, for lack of annotations; looked for %s", where)
         return plain
     try:
         content = read_annotations(path)
@@ -63,27 +70,34 @@ def open_results(data, split, names, image_files):
         logger.warning("no official COCO score: %s", reason)
         plain.problem = str(reason)
         return plain
-    logger.info("official COCO score with the annotations %s", path)
-    return CocoResults(image_ids, category_ids, content)
+    logger.info("official COCO score with the annotations %s", printable(path))
+    return CocoResults(image_ids, category_ids, content, path)
 
 
 class CocoResults:
     """Collects detections, writes them as a COCO result file, and has them scored.
 
     `image_ids` {path: id} and `category_ids` [class id -> category id] give COCO's numbers; `annotations` is the
-    content of the annotation file, if there is one.
+    content of the annotation file `source`, if there is one.
     """
 
-    def __init__(self, image_ids, category_ids, annotations=None):
+    def __init__(self, image_ids, category_ids, annotations=None, source=None):
         self.image_ids, self.category_ids, self.annotations = image_ids, category_ids, annotations
+        images = annotations["images"] if annotations else ()
+        self.source, self.entries = source, {entry["id"]: (number, entry) for number, entry in enumerate(images)}
         self.problem = ""  # why annotations that exist cannot be used
-        self.rows = []
+        self.rows, self.added = [], set()
 
     def add(self, path, detections, image_shape=None):
         """Add `detections` [k x 6: x1, y1, x2, y2, confidence, class] in pixels of the original image `path`."""
         image_id = self.image_ids.get(str(path))
-        if image_id is not None:  # the annotations do not know the others, and were reported
-            self.rows += detection_rows(detections, image_id, self.category_ids)
+        if image_id is None or image_id in self.added:  # not in the annotations, or the same file by another path
+            return
+        self.added.add(image_id)
+        self.rows += detection_rows(detections, image_id, self.category_ids)
+        if image_id in self.entries and image_shape and not self.problem:
+            number, entry = self.entries[image_id]
+            self.problem = why_other_size(f"{printable(self.source)}: images[{number}]", entry, image_shape, path)
 
     def write(self, path):
         """Write all rows as one json file."""
@@ -114,90 +128,8 @@ def detection_rows(detections, image_id, category_ids):
     ]
 
 
-def _number_of(path):
-    stem = Path(path).stem
-    return int(stem) if stem.isdecimal() else stem
-
-
-# Annotations --------------------------------------------------------------------------------------------------------
-
-
-def find_annotations(entries, split="val", named=None):
-    """(the annotation file of a split, or None; all places that were looked at).
-
-    That is the file which the data yaml has `named`; else instances_<split>2017.json or instances_<split>.json in a
-    folder `annotations` two levels above or beside one of `entries` (the split's folders or list files).
-    """
-    places = [Path(named)] if named else []
-    for entry in () if named else entries if isinstance(entries, list) else [entries]:
-        two_up = os.path.join(entry, "..", "..", "annotations")  # noqa: PTH118 (a link is followed before going up)
-        for folder in (two_up, os.path.normpath(two_up), Path(entry).parent / "annotations"):
-            places += [Path(folder) / f"instances_{split}{year}.json" for year in ("2017", "")]
-    places = list(dict.fromkeys(places))
-    return next((place.resolve() for place in places if place.is_file()), None), places
-
-
-def read_annotations(path):
-    """The content of an annotation file, made fit for the scorers. Raises ValueError if it is not one."""
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-        missing = [key for key in ("images", "annotations", "categories") if key not in content]
-        if missing:
-            raise ValueError(f"it has no {' and no '.join(missing)}")
-        for number, annotation in enumerate(content["annotations"], 1):
-            annotation["id"] = number  # the scorers take an object with the id 0 for unmatched
-            annotation.setdefault("iscrowd", 0)
-            annotation.setdefault("area", annotation["bbox"][2] * annotation["bbox"][3])
-    except (OSError, ValueError, TypeError, LookupError) as error:
-        raise ValueError(f"{path} is no usable COCO annotation file: {error!r}") from error
-    content.setdefault("info", {})
-    return content
-
-
-def match_images(image_files, images, source):
-    """{path: image id} of those `image_files` that the entries `images` of the file `source` name.
-
-    Raises ValueError if there is none; logs how many are missing.
-    """
-    entries = defaultdict(list)
-    for entry in images:
-        name = entry["file_name"].replace("\\", "/")
-        entries[Path(name).name].append((name, entry["id"]))
-    matched = {}
-    for path in map(str, image_files):
-        candidates = entries[Path(path).name]
-        if len(candidates) > 1:
-            candidates = [entry for entry in candidates if Path(path).as_posix().endswith(f"/{entry[0]}")]
-        if len(candidates) == 1:
-            matched[path] = candidates[0][1]
-    if not matched:
-        raise ValueError(f"{source} names none of the {len(image_files)} images")
-    if len(matched) < len(image_files):
-        missing = len(image_files) - len(matched)
-        logger.warning("%s does not name %d of the %d images: they are left out of the json and of the COCO score",
-                       source, missing, len(image_files))  # fmt: skip
-    return matched
-
-
-def match_categories(names, categories, source):
-    """Category ids [nc] for the class `names`, from the `categories` of the file `source`.
-
-    By name (capitals do not matter) if every class is found. Otherwise by place, categories in the order of their ids,
-    if there are as many as classes and no name that is found says otherwise. Else ValueError.
-    """
-    categories = sorted(categories, key=lambda category: category["id"])
-    ids = [category["id"] for category in categories]
-    known = [category["name"].strip().casefold() for category in categories]
-    wanted = [name.strip().casefold() for name in names]
-    if len(set(known)) == len(known) and set(wanted) <= set(known):
-        return [ids[known.index(name)] for name in wanted]
-
-    strangers = [name for name, key in zip(names, wanted, strict=True) if key not in known]
-    in_place = all(a == b for a, b in zip(wanted, known, strict=False) if a in known)
-    if len(known) != len(wanted) or not in_place:
-        raise ValueError(f"the categories of {source} are not the {len(names)} classes; not found: {strangers[:5]}")
-    logger.warning("%s has no categories called %s: classes are matched by their order", source, strangers[:5])
-    return ids
+def _number(name):
+    return int(name) if name.isdecimal() else name
 
 
 # Scoring ------------------------------------------------------------------------------------------------------------
@@ -207,24 +139,64 @@ def official_scores(annotations, rows, image_ids, category_ids):
     """`CocoScores` of result `rows`, by faster-coco-eval if installed, else by pycocotools.
 
     Only the images `image_ids` and the categories `category_ids` count. `annotations` is what `read_annotations`
-    returned. Raises ValueError if there is no row or no library.
+    returned. Raises ValueError if there is no row, no object to find, or no library.
     """
     if not rows:
         raise ValueError("there is no detection to score")
+    images, categories = _numbered(annotations["images"]), _numbered(annotations["categories"])
+    objects = _objects(annotations["annotations"], images, categories)
+    tested = {own: images[as_id(own)] for own in image_ids}
+    wanted = {own: categories[as_id(own)] for own in category_ids}
+    on, of = set(tested.values()), set(wanted.values())
+    if not any(row["image_id"] in on and row["category_id"] in of and not row["iscrowd"] for row in objects):
+        raise ValueError("the annotations have no object of these classes on these images, or crowds only")
+    found = [row | {"image_id": tested[row["image_id"]], "category_id": wanted[row["category_id"]]} for row in rows]
     coco_class, evaluator_class = _scorer()
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):  # pycocotools prints its progress
+    with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its progress
         truth = coco_class()
-        truth.dataset = annotations
+        truth.dataset = {
+            "info": {}, "annotations": objects, "images": [{"id": number} for number in images.values()],
+            "categories": [{"id": number} for number in categories.values()],
+        }  # fmt: skip
         truth.createIndex()
-        evaluator = evaluator_class(truth, truth.loadRes([dict(row) for row in rows]), "bbox")
-        evaluator.params.imgIds, evaluator.params.catIds = sorted(image_ids), sorted(category_ids)
+        evaluator = evaluator_class(truth, truth.loadRes(found), "bbox")
+        evaluator.params.imgIds, evaluator.params.catIds = sorted(on), sorted(of)
         evaluator.evaluate()
         evaluator.accumulate()
         evaluator.summarize()
-    scores = CocoScores(*map(float, evaluator.stats[:12]))
-    logger.info("COCO: %s", ", ".join(f"{name} {value:.3f}" for name, value in scores._asdict().items()))
+    scores = CocoScores(*(float(value) if value >= 0 else math.nan for value in evaluator.stats[:12]))
+    words = [f"{name} {'none' if math.isnan(value) else f'{value:.3f}'}" for name, value in scores._asdict().items()]
+    logger.info("COCO: %s", ", ".join(words))
     return scores
+
+
+def _numbered(entries):
+    """{id: number} of images or categories in the order of their ids, for scorers that want small numbers as ids."""
+    ids = sorted((entry["id"] for entry in entries), key=order_of)
+    return {as_id(own): number for number, own in enumerate(ids, 1)}
+
+
+def _objects(annotations, images, categories):
+    """The annotations as the scorers want them, with the numbers {id: number} of their images and categories.
+
+    Those of an image or a category that the file does not list are left out, and counted in the log.
+    """
+    objects, strangers = [], 0
+    for annotation in annotations:
+        image, category = images.get(as_id(annotation["image_id"])), categories.get(as_id(annotation["category_id"]))
+        if image is None or category is None:
+            strangers += 1
+            continue
+        box, area = annotation["bbox"], annotation.get("area")
+        objects.append({
+            "id": len(objects) + 1,  # the scorers take an object with the id 0 for unmatched
+            "image_id": image, "category_id": category, "bbox": box, "iscrowd": int(annotation.get("iscrowd") or 0),
+            "area": box[2] * box[3] if area is None else area,
+        })  # fmt: skip
+    if strangers:
+        logger.warning("%d of %d annotations do not count: their image or category is not listed in the file",
+                       strangers, len(annotations))  # fmt: skip
+    return objects
 
 
 def _scorer():

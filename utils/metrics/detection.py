@@ -196,7 +196,7 @@ class Scores:
         if not self.num_images:
             return "no image was evaluated"
         if not self.num_labels:
-            return f"none of the {self.num_images} images has a label, so precision, recall and mAP say nothing"
+            return f"none of the images ({self.num_images}) has a label, so precision, recall and mAP say nothing"
         return ""
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from utils.metrics.detection import fitness
 from utils.plots.images import class_name
 from utils.plots.style import FAINT, INK, PALETTE, new_figure, save_figure, set_title, whole_numbers
+from utils.system.files import cause_of
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def in_background(function: Callable, *args, **kwargs) -> None:
         try:
             function(*args, **kwargs)
         except OSError as error:
-            logger.warning("a plot is missing: %s", error)
+            logger.warning("a plot is missing: %s", cause_of(error, with_file=True))
         except Exception:  # a plot that fails must not end a training run
             logger.exception("%s failed; the run goes on without this plot", getattr(function, "__name__", function))
 

@@ -7,9 +7,9 @@ import sys
 import threading
 from argparse import Namespace
 from collections.abc import Callable
-from io import TextIOWrapper
 
 from utils.system.files import printable
+from utils.system.streams import LastingStream, keep_streams
 
 # Packages and modules that read the same files in all processes of a run, so that they say the same in each.
 READ_BY_ALL = ("utils.config.", "utils.system.files", "utils.data.scan", "utils.data.label_cache", "utils.run.folder")
@@ -35,7 +35,7 @@ def set_logging(rank: int = -1) -> None:
 
     Processes of a rank above 0 only log warnings, and none about what all of them read alike.
     """
-    handler = _Handler(sys.stdout)
+    handler = logging.StreamHandler(LastingStream(sys.stdout))  # also for a script that does not call `run`
     handler.setFormatter(_Formatter("%(message)s"))
     handler.addFilter(lambda record: rank <= 0 or not record.name.startswith(READ_BY_ALL))
     logging.basicConfig(handlers=[handler], level=logging.INFO if rank <= 0 else logging.WARNING)
@@ -44,11 +44,10 @@ def set_logging(rank: int = -1) -> None:
 def run(main: Callable[[Namespace], None], opt: Namespace) -> None:
     """Call main(opt) and leave the process: status 0, or 2 with one sentence for wrong input or a file that failed.
 
-    Progress bars go to the standard error. YOLOV7FAST_TRACEBACK=1 shows where an error came from.
+    Progress bars go to the standard error. A run goes on when nobody reads either any more, as after `train.py | head`.
+    YOLOV7FAST_TRACEBACK=1 shows where an error came from.
     """
-    for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a letter of a name shows its number instead
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    keep_streams()
     set_logging(0 if os.environ.get("RANK", "0") in ("0", "-1") else 1)
     threading.excepthook = _report_thread
     try:
@@ -96,7 +95,7 @@ def _report_thread(fault):
     Anything else is a bug, and a traceback.
     """
     if isinstance(fault.exc_value, OSError) and os.environ.get("YOLOV7FAST_TRACEBACK") != "1":
-        logging.getLogger("run").warning("a file is not complete: %s", printable(fault.exc_value))
+        logging.getLogger("run").warning("a file is not complete: %s", printable(_describe(fault.exc_value)))
     else:
         threading.__excepthook__(fault)
 
@@ -121,14 +120,6 @@ def _describe(error):
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
     # the loader sends the whole traceback of a worker as text; its last line is the sentence
     return lines[-1].removeprefix("ValueError: ") if "Original Traceback" in str(error) else " ".join(lines)
-
-
-class _Handler(logging.StreamHandler):
-    """A run goes on when nobody reads its log any more, as after `train.py | head`."""
-
-    def handleError(self, record):
-        if not isinstance(sys.exc_info()[1], OSError):
-            super().handleError(record)
 
 
 class _Formatter(logging.Formatter):

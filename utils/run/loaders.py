@@ -16,6 +16,7 @@ from utils.data.scan import check_has_boxes, check_labels
 from utils.datasets import LoadImagesAndLabels, create_dataloader
 from utils.run.context import Run
 from utils.system import random_state
+from utils.system.files import counted
 
 logger = logging.getLogger("train")
 
@@ -78,7 +79,9 @@ def open_train_loader(run, fast, stride, image_size, first_epoch):
     )  # fmt: skip
     check_labels(dataset, run.data, opt.strict_data)
     if opt.total_batch_size > len(dataset):
-        logger.warning("--batch-size %d: there are only %d training images", opt.total_batch_size, len(dataset))
+        logger.warning(
+            "--batch-size %d: there is only %s to train on", opt.total_batch_size, counted(len(dataset), "image")
+        )
     if not opt.allow_background:
         check_has_boxes(dataset.labels, dataset.label_files, dataset.findings)
     return loader, dataset

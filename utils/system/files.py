@@ -229,6 +229,18 @@ def split_lines(text):
     return re.split(r"\r\n|\r|\n", text)
 
 
+def counted(number, one, many=None):
+    """`1 image`, `2 images`: a number with the noun that it needs; `many` where an s is not enough."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def cause_of(error, with_file=False):
+    """Why something failed, as a part of a sentence; of an OSError without its number, and on request with its file."""
+    cause = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+    file = getattr(error, "filename", None) if with_file else None
+    return printable(f"{file}: {cause}" if file else cause)
+
+
 def shown(value, limit=200):
     """A value of a file for a message: on one line, and not longer than `limit` characters."""
     try:
