@@ -262,3 +262,22 @@ def test_file_systems_that_reserve_nothing(folder, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     cached, plain = open_set(folder), open_set(folder, cache=False)
     assert all(np.array_equal(cached.imgs[i], load_image(plain, i)[0]) for i in range(12))
+
+
+@pytest.mark.skipif(image_cache.fcntl is None, reason="a system without such locks")
+def test_a_file_system_without_locks(folder, monkeypatch):
+    def refuse(file, flags):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(image_cache.fcntl, "flock", refuse)
+    expected = open_set(folder, cache=False)
+    for _ in range(2):
+        cached = open_set(folder)
+        assert np.array_equal(cached.imgs[0], load_image(expected, 0)[0])
+    assert len(files(folder)) == 1
+
+
+def test_a_file_that_cannot_be_mapped_is_said(folder, monkeypatch):
+    monkeypatch.setattr(image_cache, "_mapped", lambda path, num_bytes: None)
+    with pytest.raises(ValueError, match="cannot be read as memory.*--cache-images ram"):
+        open_set(folder)

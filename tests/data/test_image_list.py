@@ -152,6 +152,10 @@ def test_paths_that_lead_nowhere(tmp_path):
         ("images/train/a.jpg", ["labels/val/a.txt", "images/val/a.png"], ""),
         ("images/train/a.jpg", ["labels/a.txt", "images/a.jpg"], ""),
         ("images/train/a.jpg", ["labels/train/a.txt"], None),
+        ("images/a.jpg", ["labels/a.jpg.txt"], "labels/a.jpg.txt"),
+        ("images/a.jpg", ["labels/a.txt.txt"], "labels/a.txt.txt"),
+        ("images/a.jpg", ["labels/a.csv"], "labels/a.csv"),
+        ("train/images/a.jpg", ["labels/train/a.txt"], "labels/train/a.txt"),
     ],
 )  # fmt: skip
 def test_labels_next_door(image, files, found, tmp_path, monkeypatch):

@@ -224,6 +224,39 @@ def test_polygons_at_the_border_stay_polygons(tmp_path):
     assert polygons == 5 and reasons == []
 
 
+BORDERS = {
+    "the whole image": lambda x, y: f"0 0 0 1 0 1 1 0 1 {'' if x else '0 0'}",
+    "roads that reach the bottom": lambda x, y: f"0 {0.5 - x} {0.5 + y} {0.5 + x} {0.5 + y} .9 1 .1 1",
+    "keys at the bottom": lambda x, y: f"0 {7 * x:g} {y} {7 * x + 0.05:g} {y} {7 * x + 0.05:g} 1 {7 * x:g} 1",
+    "walls at the left": lambda x, y: f"0 {x} {y} {x} {0.5 + y} 0 .9 0 .1",
+}
+
+
+@pytest.mark.parametrize("name", BORDERS)
+@pytest.mark.parametrize("files", [12, 1])
+def test_polygons_that_all_touch_a_border_stay_polygons(name, files, tmp_path):
+    rows = [BORDERS[name](round(i * 0.01, 2), round(0.1 + i * 0.01, 2)) + "\n" for i in range(1, 13)]
+    rows = [*dict.fromkeys(rows)] if files == 1 else rows
+    texts = {str(i): "".join(rows[i::files]) for i in range(files)}
+    _, polygons, reasons, _ = judged(tmp_path, texts)
+    assert polygons == len(rows) and reasons == []
+
+
+def test_closed_outlines_of_the_whole_image_are_no_keypoints(tmp_path):
+    _, polygons, _, _ = judged(tmp_path, {str(i): "0 0 0 0 1 1 1 1 0 0 0" for i in range(9)})
+    assert polygons == 9
+
+
+def test_a_refused_row_does_not_change_what_the_others_are(tmp_path):
+    """Neither before nor behind them: each file is judged for itself first."""
+    texts = rows_of(lambda draw: [0.5, draw.randint(2, 40)], files=12)
+    for name in ("0", "z"):
+        folder = make_dataset(tmp_path / name, texts | {name: "0 5 5 5 5 .5 7"})
+        scanned = scan_dataset(folder)
+        assert len(scanned.labels) == 12 and not sum(map(len, scanned.segments))
+        assert scanned.counts["repaired_rows"] == 12 and scanned.counts["dropped_rows"] == 1
+
+
 def test_files_of_several_forms(tmp_path):
     """Files with a visibility of 2 are poses, whatever the others of the same length are."""
     poses = {f"p{name}": text for name, text in rows_of(pose(4, [0, 2])).items()}

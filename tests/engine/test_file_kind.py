@@ -77,6 +77,14 @@ KINDS = {
     "onnx": (b"\x08\x07\x12\x07pytorch\x1a\x052.4.0:\xe4\xbb\x01", "is an ONNX model"),
     "onnx, newer": (b"\x08\x0a\x12\x07pytorch\x1a\x052.9.0:\xe4", "is an ONNX model"),
     "safetensors": (struct.pack("<Q", len(HEADER)) + HEADER + bytes(4), "is a safetensors file"),
+    "safetensors, padded": (struct.pack("<Q", len(HEADER) + 1) + b" " + HEADER + bytes(4), "is a safetensors file"),
+    "git-annex": (b"/annex/objects/SHA256E-s75587165--4d7a.pt\n", "is a git-annex pointer.*git annex get"),
+    "DVC": (b"outs:\n- md5: 4d7a\n  size: 12\n  path: yolov7.pt\n", "is a DVC pointer.*dvc pull"),
+    "shortcut": (b"L\0\0\0\1\x14\2\0" + bytes(60), "is a Windows shortcut"),
+    "alias": (b"book\0\0\0\0mark\0\0\0\0" + bytes(60), "is an alias of macOS"),
+    "property list": (b"bplist00\xd1\1\2" + bytes(30), "is a property list"),
+    "answer with headers": (b"HTTP/1.1 200 OK\r\n\r\nPK\3\4\0\0", "is an answer of a server"),
+    "ExecuTorch": (b"\x1c\0\0\0ET12" + bytes(40), "is an ExecuTorch program"),
     "keras h5": (b"\x89HDF\r\n\x1a\n" + bytes(90), "is a Keras"),
     "keras": (zipped("metadata.json", "config.json", "model.weights.h5"), "is a Keras model"),
     "gzip": (gzip.compress(b"x" * 100), "is a gzip archive"),
@@ -175,3 +183,10 @@ def test_another_byte_order_is_said(tmp_path):
     path.write_bytes(data.replace(b"little", b"bigend"))
     with pytest.raises(ValueError, match="file.pt.*byte order"):
         read_checkpoint(path)
+
+
+@pytest.mark.parametrize("name", ["a" * 5000 + ".pt", "a\nb.pt", "a/b.pt/c.pt"])
+def test_odd_names_are_said_on_one_line(name, tmp_path):
+    with pytest.raises(ValueError, match="no such checkpoint") as caught:
+        read_checkpoint(tmp_path / name)
+    assert "\n" not in str(caught.value)

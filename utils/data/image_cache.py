@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1  # raise it whenever the pixels of the same image change
 PORTION = 16  # images that a thread reads at a time
+ATTEMPTS = 5  # at a file that is gone, or cannot be mapped, as soon as it is written
 RESERVE = 100e6  # bytes that stay free on the disk
 ADVICE = "--cache-images disk needs none; a smaller --img-size, or no --cache-images, needs less"
 
@@ -68,8 +69,15 @@ def use_disk_cache(dataset, prefix=""):
     shapes, ends = _layout(dataset, dataset.img_size)
     num_bytes = int(ends[-1])
     path = _location(dataset, f"version {FORMAT_VERSION}, {dataset.img_size} px, augment {dataset.augment}")
-    while (pixels := _mapped(path, num_bytes)) is None:  # again if another run, making its own, removed it meanwhile
+    for _ in range(ATTEMPTS):  # again if another run, making its own, removed it meanwhile
+        if (pixels := _mapped(path, num_bytes)) is not None:
+            break
         _make(dataset, path, shapes, ends, prefix)
+    else:
+        raise ValueError(
+            f"--cache-images disk: {printable(path)} was written but cannot be read as memory; the file system may not "
+            "allow it: use --cache-images ram"
+        )
     logger.info("%spictures are read from %s (%.1f GB)", prefix, printable(path), num_bytes / 1e9)
     dataset.imgs = _views(pixels, shapes, ends)
 
@@ -95,7 +103,12 @@ def _mapped(path, num_bytes):
     """
     try:
         with path.open("rb") as file:
-            _lock(file, shared=True)
+            try:
+                _lock(file, shared=True)
+            except BlockingIOError:  # somebody is about to remove it
+                return None
+            except OSError:  # not every file system has locks; without them nothing is removed
+                pass
             is_complete = os.fstat(file.fileno()).st_size == num_bytes
             return np.memmap(file, np.uint8, mode="r") if is_complete else None
     except OSError:

@@ -18,7 +18,7 @@ OTHER_IMAGE_SUFFIXES = (
     "svg", "tga",
 )  # fmt: skip
 NOT_SUPPORTED = "image suffix not supported"
-LABEL_SUFFIXES = ("txt", "xml", "json")  # of files that may be the labels of an image of that name
+LABEL_SUFFIXES = ("txt", "txt.txt", "xml", "json", "csv")  # of files that may be the labels of an image of that name
 MAX_ABOVE = 3  # folders above an image in which one for labels is looked for
 
 
@@ -174,6 +174,7 @@ def labels_next_door(missing):
         for _ in range(MAX_ABOVE + 1):
             names = [name for lower, name in names_in(outer).items() if lower.startswith(("label", "annotation"))]
             found += [os.path.join(outer, name, *below) for name in names for below in (inner[1:], [])]
+            found.append(os.path.join(outer, "labels", *(name for name in inner if name != "images")))  # train/images
             outer, folder = os.path.split(outer)
             if not folder:
                 break
@@ -182,9 +183,10 @@ def labels_next_door(missing):
 
     def nearest(image, label):
         stem = os.path.basename(label).lower().removesuffix("txt")
+        wanted = [stem + suffix for suffix in LABEL_SUFFIXES] + [os.path.basename(image).lower() + ".txt"]
         for folder in folders_for(os.path.dirname(image), os.path.dirname(label)):
-            for suffix in LABEL_SUFFIXES:
-                name = names_in(folder).get(stem + suffix)
+            for lower in wanted:
+                name = names_in(folder).get(lower)
                 if name and not _is_label_of_another(folder, stem, image):
                     return os.path.join(folder, name)
         return ""

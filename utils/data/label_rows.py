@@ -27,7 +27,7 @@ ROW_KEPT = "row kept"
 MAX_EXAMPLES = 5
 
 FEW_COLUMNS = 12  # numbers of a row that may be a box with further columns; longer ones are outlines or poses
-MANY_ROWS = 8  # of one length: a column of nothing but 0 and 1 is no coordinate any more
+MANY_ROWS = 8  # of one length: a column of nothing but 0 and 1, of both, is no coordinate any more
 
 DECIMAL_COMMA = re.compile(r"-?\d+,\d+")
 
@@ -90,37 +90,52 @@ class Columns:
 
     rows: int = 0
     whole: set = field(default_factory=set)  # columns of whole numbers, none negative
-    above: dict = field(default_factory=lambda: {1: set(), 2: set()})  # those of `whole` with a number above 1 and 2
+    zero: set = field(default_factory=set)  # those of `whole` with a 0
+    above: dict = field(default_factory=lambda: {0: set(), 1: set(), 2: set()})  # with a number above 0, 1 and 2
+    no_box: int = 0  # rows that begin with a flat box, or with one that leaves the image, as outlines may
 
     def add(self, numbers):
         if not all(-TOLERANCE <= number <= 1 + TOLERANCE for number in numbers[1:5]):
             return  # neither: the row is refused
         self.rows += 1
+        x, y, w, h = numbers[1:5]
+        self.no_box += (
+            w <= 0
+            or h <= 0
+            or not all(size / 2 - TOLERANCE <= middle <= 1 + TOLERANCE - size / 2 for middle, size in ((x, w), (y, h)))
+        )
         if self.rows == 1:
             self.whole = set(range(5, len(numbers)))
         if not self.whole:  # as after the first polygon
             return
         self.whole = {c for c in self.whole if numbers[c].is_integer() and numbers[c] >= 0}
+        self.zero.update(c for c in self.whole if numbers[c] == 0)
         for limit, columns in self.above.items():
             columns.update(c for c in self.whole if numbers[c] > limit)
 
     def merge(self, other):
+        if not other.rows:  # a file of refused rows tells nothing
+            return
         self.whole = self.whole & other.whole if self.rows else set(other.whole)
         self.rows += other.rows
+        self.no_box += other.no_box
+        self.zero |= other.zero
         for limit, columns in self.above.items():
             columns |= other.above[limit]
 
     def behind_a_box(self, length):
         """What these rows have behind a box, in words, where they cannot be polygons; else nothing.
 
-        No coordinate is 2, and not all rows have a 0 or 1 in one place; a polygon has no odd count of coordinates.
+        No coordinate is 2, and a polygon has no odd count of coordinates. Outlines may all touch one border (a column
+        of nothing but 1), even have all corners in those of the image; then they do not begin with a box inside it.
         """
         large, is_odd = self.whole & self.above[1], length % 2 == 0
         flags = set(range(7, length, 3)) if length % 3 == 2 else set()
-        is_sure = is_odd or flags & large or self.rows >= MANY_ROWS
-        if flags and flags <= self.whole and not flags & self.above[2] and is_sure:
+        are_boxes = self.rows >= MANY_ROWS and self.no_box * 10 <= self.rows
+        if flags and flags <= self.whole and not flags & self.above[2] and (is_odd or flags & large or are_boxes):
             return f"keypoints with visibility ignored, the box counts (say so: kpt_shape: [{len(flags)}, 3])"
-        if length <= FEW_COLUMNS and self.rows > 1 and (large or (self.whole and self.rows >= MANY_ROWS)):
+        varied = is_odd or self.whole & self.zero & self.above[0] or len(self.whole) == length - 5
+        if length <= FEW_COLUMNS and self.rows > 1 and (large or (self.whole and are_boxes and varied)):
             return f"{length - 5} columns behind the box ignored (track ids or flags, as they hold whole numbers)"
         return ""
 

@@ -6,6 +6,7 @@ than its bytes, because it names one thing many times, is refused before anythin
 """
 
 import logging
+import os
 import struct
 from collections import Counter
 from collections.abc import Sequence
@@ -81,10 +82,11 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     those of YOLOv7 layers, tensors and plain values.
     """
     path = Path(path)
-    if not path.is_file():
-        reason = "this is a folder, " if path.is_dir() else ""
-        reason += "the unpacked content of a .pt file, " if (path / "data.pkl").exists() else ""
-        raise ValueError(f"{path}: no such checkpoint; {reason}give the path of an existing .pt file")
+    name = printable(path)
+    if not os.path.isfile(path):
+        reason = "this is a folder, " if os.path.isdir(path) else ""
+        reason += "the unpacked content of a .pt file, " if os.path.exists(path / "data.pkl") else ""
+        raise ValueError(f"{name}: no such checkpoint; {reason}give the path of an existing .pt file")
     try:
         kind = foreign_kind(path)
         if kind is None:
@@ -94,12 +96,12 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
             return _sort_content(content, path, Extent(size))
     except UnpicklingError as error:
         raise ValueError(
-            f"{path} was refused, nothing of it was run: it is no .pt file, or holds more than tensors, plain values "
+            f"{name} was refused, nothing of it was run: it is no .pt file, or holds more than tensors, plain values "
             f"and YOLOv7 layers ({_reason(error)})"
         ) from error
     except Exception as error:  # a damaged file can fail in any way
-        raise ValueError(f"{path} is no checkpoint that can be used, or it is cut off: {_reason(error)}") from error
-    raise ValueError(f"{path} {kind}")
+        raise ValueError(f"{name} is no checkpoint that can be used, or it is cut off: {_reason(error)}") from error
+    raise ValueError(f"{name} {kind}")
 
 
 def _reason(error):

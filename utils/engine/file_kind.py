@@ -36,6 +36,10 @@ MAGIC = [
     (b"%PDF", f"a PDF document: {GIVE_PT}"),
     (b"\x7fELF", f"a program: {GIVE_PT}"),
     (b"MZ", f"a program: {GIVE_PT}"),
+    (b"L\0\0\0\1\x14\2\0", "a Windows shortcut: give the file that it stands for"),
+    (b"book\0\0\0\0mark", "an alias of macOS: give the file that it stands for"),
+    (b"bplist0", f"a property list of macOS: {GIVE_PT}"),
+    (b"HTTP/1.", f"an answer of a server with its headers: the download failed, {AGAIN}"),
     (b"SQLite format 3", f"a database: {GIVE_PT}"),
 ]  # fmt: skip
 ONNX_FIELDS = (0x12, 0x1A, 0x22, 0x28, 0x32, 0x3A, 0x42)  # those that follow ir_version in a ModelProto
@@ -65,6 +69,8 @@ def _of_start(start, size, suffix):
             return f"is {kind}"
     if start[4:8] == b"TFL3":
         return f"is a TensorFlow Lite model: {GIVE_PT}"
+    if start[4:6] == b"ET" and start[6:8].isdigit():
+        return f"is an ExecuTorch program: {GIVE_PT}"
     if start[4:8] == b"ftyp":
         return f"is a film or an image (HEIC): {GIVE_PT}"
     if start[257:262] == b"ustar":
@@ -73,7 +79,7 @@ def _of_start(start, size, suffix):
         )
     if len(start) >= 12 and struct.unpack_from("<3i", start) in DARKNET_VERSIONS:
         return f"is a darknet .weights file: {GIVE_PT}"
-    if start[8:10] == b'{"' and 0 < struct.unpack_from("<Q", start)[0] <= size - 8:
+    if start[8:].lstrip(b" ")[:2] == b'{"' and 0 < struct.unpack_from("<Q", start)[0] <= size - 8:
         return f"is a safetensors file: {GIVE_PT}"
     if start[4:6] == b'{"' and 0 < struct.unpack_from("<L", start)[0] <= size - 4:
         return f"is a TensorRT engine with its description: {GIVE_PT}"
@@ -110,6 +116,10 @@ def _of_text(text):
         return f"is a JSON text, such as the answer of a server ({shown}): the download failed, {AGAIN}"
     if low.startswith("7767517"):
         return f"is an ncnn model: {GIVE_PT}"
+    if low.startswith("/annex/objects/"):
+        return "is a git-annex pointer, not the weights: fetch them with git annex get"
+    if re.search(r"^\s*-? ?md5: ", low, re.MULTILINE) and "outs:" in low:
+        return "is a DVC pointer, not the weights: fetch them with dvc pull"
     return f"is a text file that begins with {shown!r}: {GIVE_PT}"
 
 
