@@ -169,3 +169,26 @@ def test_two_processes_at_once(tmp_path):
         children.append(child)
     assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"labels": np.zeros((1, 5), np.float32)},
+        {"labels": np.full((2, 5), np.nan, np.float32)},
+        {"labels": np.full((2, 5), "a")},
+        {"rows_per_image": np.array([-1, 3])},
+        {"shapes": np.zeros((1, 2))},
+        {"shapes": np.full((2, 2), np.nan)},
+        {"text": np.frombuffer(b"{}", np.uint8)},
+    ],
+    ids=lambda damage: next(iter(damage)),
+)
+def test_a_cache_with_the_right_signature_and_other_parts(damage, tmp_path):
+    folder = make_dataset(tmp_path, {"a": BOX, "b": BOX})
+    first = scan_dataset(folder)
+    with np.load(cache_of(folder)) as archive:
+        parts = dict(archive)
+    np.savez(cache_of(folder).open("wb"), **(parts | damage))
+    again = scan_dataset(folder)
+    assert all(map(np.array_equal, again.labels, first.labels)) and np.array_equal(again.shapes, first.shapes)

@@ -97,10 +97,17 @@ def _unpack(archive):
     text["findings"] = [Finding(*finding) for finding in text["findings"]]
     counts = _split(archive["points_per_segment"], archive["segments_per_image"])
     points = _split(archive["points"], [own.sum() for own in counts])
+    labels, images = archive["labels"], len(text["img_files"])
+    lengths = [len(archive[key]) for key in ("shapes", "rows_per_image", "segments_per_image")]
+    if lengths != [images] * 3 or len(text["label_files"]) != images or not (archive["shapes"] > 0).all():
+        raise ValueError("its parts are of different lengths")
+    rows = archive["rows_per_image"]
+    if (rows < 0).any() or rows.sum() != len(labels) or labels.dtype != np.float32 or not np.isfinite(labels).all():
+        raise ValueError("its labels are damaged")
     return {
         **text,
         "shapes": archive["shapes"],
-        "labels": _split(archive["labels"], archive["rows_per_image"]),
+        "labels": _split(labels, rows),
         "segments": [Polygons(*parts) for parts in zip(points, counts, strict=True)],
     }
 
