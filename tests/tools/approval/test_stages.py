@@ -135,6 +135,7 @@ REPORT = {"passed": True, "date": "2026-01-01", "findings": [{"status": "passed"
         REPORT | {"passed": "yes"}, REPORT | {"findings": {}}, REPORT | {"findings": [3]}, REPORT | {"findings": [{}]},
         REPORT | {"findings": [{"status": None}]}, REPORT | {"files": []}, REPORT | {"files": {"a": 1}},
         REPORT | {"findings": [{"status": "failed"}]}, REPORT | {"findings": [{"status": "not made"}]},
+        REPORT | {"findings": []}, REPORT | {"findings": [{"status": "not measured"}]},
         REPORT | {"stage": 2}, REPORT | {"findings": [{"status": "splendid"}]},
     ],
 )  # fmt: skip
@@ -340,7 +341,7 @@ def test_further_options_of_every_run(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "fault"),
-    [("--help", "does not understand"), ("--resume", "--resume is what the stages"), ('"x', "No closing quotation"),
+    [("--help", "--help cannot be given"), ("--resume", "--resume is what the stages"), ('"x', "No closing quotation"),
      ("--epochs 9", "--epochs is what"), ("--batch 3", "--batch-size is what"), ("--evolve 2", "--evolve is what")],
 )  # fmt: skip
 def test_options_that_are_not_for_the_runs(text, fault, capsys):
