@@ -244,6 +244,12 @@ def test_newest_run(prepare, monkeypatch):
     assert newest_checkpoint() == Path("a/last_full.pt")
 
 
+def test_strict_data_is_about_one_start(prepare):
+    old_run()
+    assert prepare("--resume --strict-data").strict_data
+    assert not prepare("--resume").strict_data
+
+
 def test_what_cannot_be_resumed(prepare):
     with pytest.raises(ValueError, match="there is no last.pt below the working directory"):
         prepare("--resume")

@@ -102,6 +102,7 @@ DAMAGED = [
     *(json.dumps({"1": {key: value for key, value in GOOD.items() if key != gone}}) for gone in GOOD),
     *(json.dumps({"1": GOOD | {key: value}}) for key in GOOD for value in (None, 3, True, [])),
     json.dumps({"1": GOOD | {"files": {"train.py": 3}}}), json.dumps({"1": GOOD | {"note": 3}}),
+    json.dumps({"1": GOOD | {"by": ""}}), json.dumps({"1": GOOD | {"by": " - "}}),
 ]  # fmt: skip
 
 
@@ -342,7 +343,8 @@ def test_further_options_of_every_run(tmp_path):
 @pytest.mark.parametrize(
     ("text", "fault"),
     [("--help", "--help cannot be given"), ("--resume", "--resume is what the stages"), ('"x', "No closing quotation"),
-     ("--epochs 9", "--epochs is what"), ("--batch 3", "--batch-size is what"), ("--evolve 2", "--evolve is what")],
+     ("--epochs 9", "--epochs is what"), ("--batch 3", "--batch-size is what"), ("--evolve 2", "--evolve is what"),
+     ("--resize-schedule x", "--resize-schedule 'x' is not understood"), ("--patience 2 --notest", "drop --notest")],
 )  # fmt: skip
 def test_options_that_are_not_for_the_runs(text, fault, capsys):
     with pytest.raises(ValueError, match=f"--args.*{fault}"):
