@@ -39,7 +39,7 @@ from utils.run.context import Run
 from utils.run.evolve import evolve
 from utils.run.folder import open_run_folder, prepare_train_options
 from utils.run.loaders import open_loaders
-from utils.system import distributed, random_state
+from utils.system import distributed, folder_lock, random_state
 from utils.system.files import counted
 
 logger = logging.getLogger("train")
@@ -159,6 +159,7 @@ def finish_epoch(epoch, rates, opt, trainer, progress, validate, report, checkpo
         progress.results, progress.maps, heads = validate(is_last)
         progress.tested_epoch = epoch
         report.heads_done(heads)
+    folder_lock.keep(opt.save_dir)
     checkpoints.wait()  # or a kill could lose more than this epoch
     report.epoch_done(progress.results, rates, progress.maps if is_tested else None)
     score_now = float(fitness(np.array(progress.results)))

@@ -91,7 +91,7 @@ def check_sides(base, a, b, has_seed):
     refused = command_line.OF_THE_TOOL | ({"seed": SEED_IS_OURS} if has_seed else {})
     command_line.check_arguments(base, "--args")
     command_line.check_names(base, "--args", refused)
-    shared, epochs = set(command_line.typed_names(base)), {}
+    shared, length = set(command_line.typed_names(base)), {}
     for side in (a, b):
         option, words = f"--{side.name.lower()}", [*base, *side.flags]
         command_line.check_arguments(words, option)
@@ -100,10 +100,12 @@ def check_sides(base, a, b, has_seed):
             if name in shared:
                 raise ValueError(f"{option}: {TRAIN_FLAGS[name].name} stands in --args as well; give it to --a and --b")
         command_line.check_run(words, option)
-        epochs[option] = train_parser().parse_args(words).epochs
-    if epochs["--a"] != epochs["--b"]:
-        raise ValueError(f"--a trains {epochs['--a']} epochs and --b {epochs['--b']}; that says nothing about their "
-                         "flags, give --epochs in --args")  # fmt: skip
+        length[option] = vars(train_parser().parse_args(words))
+    for name in ("epochs", "max_iter", "subset_size"):
+        a_has, b_has, flag = length["--a"][name], length["--b"][name], TRAIN_FLAGS[name].name
+        if a_has != b_has:
+            raise ValueError(f"--a trains with {flag} {a_has} and --b with {b_has}; that says nothing about their "
+                             f"flags, give {flag} in --args")  # fmt: skip
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
@@ -297,6 +299,7 @@ def main(options):
     at_least(1).check("--repeats", options.repeats)
     above(0).check("--timeout", options.timeout)
     SEED.check("--seed", options.seed)
+    SEED.check("--seed of the last pair", options.seed + options.repeats - 1)
     check_sides(base, a, b, not options.no_seed)
     command_line.open_folder(options.out, "--out")
     seed = None if options.no_seed else options.seed

@@ -89,7 +89,7 @@ def further_words(text):
     for name in command_line.typed_names(words):
         if name in GIVEN:
             raise ValueError(f"--args: --{name.replace('_', '-')} is what the stages give their runs themselves")
-    command_line.check_shared(words, "--args")
+    command_line.check_run(words, "--args")
     return tuple(words)
 
 

@@ -62,6 +62,9 @@ def run(options):
     command_line.check_shared(base, "--base-args")
     check_numbers(options)
     budget = Budget(options.budget_epochs, options.budget_subset, options.budget_size)
+    unused = "space" if options.sampler == "file" else "trials_file"
+    if getattr(options, unused):
+        raise ValueError(f"--{unused.replace('_', '-')} is not read with --sampler {options.sampler}; drop one of them")
     if options.sampler == "file":
         if not options.trials_file:
             raise ValueError("give --trials-file, or --sampler tpe with --space")

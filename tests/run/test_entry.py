@@ -52,6 +52,15 @@ def test_wrong_input_is_one_line_and_status_2(capsys):
     assert capsys.readouterr().err == "error: a.yaml: no such file\n"
 
 
+def test_a_folder_that_is_gone(tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(SystemExit, match="2"):
+        entry.run(lambda opt: pytest.fail("runs"), SimpleNamespace())
+    assert capsys.readouterr().err == "error: the folder that this was started in has been removed; go to another one\n"
+
+
 def test_traceback_on_request(monkeypatch):
     monkeypatch.setenv("YOLOV7FAST_TRACEBACK", "1")
     with pytest.raises(ValueError, match="broken"):

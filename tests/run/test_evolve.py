@@ -197,7 +197,9 @@ def test_rows_that_are_added_meanwhile_are_kept(tmp_path):
         ("lr0", "high", "is damaged .*'high'"),
         ("mAP@.5", "nan", "has a score that is no number"),
         ("mAP@.5", "inf", "has a score that is no number"),
-        ("mAP@.5", "", "is damaged"),
+        ("mAP@.5", "98.5", "mAP@.5 98.5 is too large: it has to be at least 0 and at most 1"),
+        ("P", "-0.1", "P -0.1 is too small"),
+        ("mAP@.5", "", "is damaged .* numbers, its titles are"),
         ("lr0", "1 2", "is damaged"),
     ],
 )

@@ -244,6 +244,12 @@ def test_newest_run(prepare, monkeypatch):
     assert newest_checkpoint() == Path("a/last_full.pt")
 
 
+def test_strict_data_is_about_one_start(prepare):
+    old_run()
+    assert prepare("--resume --strict-data").strict_data
+    assert not prepare("--resume").strict_data
+
+
 def test_what_cannot_be_resumed(prepare):
     with pytest.raises(ValueError, match="there is no last.pt below the working directory"):
         prepare("--resume")
@@ -260,6 +266,20 @@ def test_what_cannot_be_resumed(prepare):
     last.write_bytes(last.read_bytes()[:100])
     with pytest.raises(ValueError, match="last.pt is no checkpoint"):
         prepare("--resume")
+
+
+def test_options_that_a_person_has_edited(prepare):
+    path = old_run().parent.parent / "opt.yaml"
+    before = path.read_text()
+    path.write_text(before.replace("total_batch_size: 8", "total_batch_size: 0"))
+    with pytest.raises(ValueError, match="opt.yaml: total_batch_size 0 is too small"):
+        prepare("--resume")
+    path.write_text(before.replace("evolve: 0", "evolve: 3"))
+    with pytest.raises(ValueError, match="opt.yaml: evolve has to be 0"):
+        prepare("--resume")
+    path.write_text(before + "5: a key that is a number\n")
+    open_run_folder(prepare("--resume"), Ranks())
+    assert yaml.safe_load(path.read_text())[5] == "a key that is a number"
 
 
 # ---- one process owns a run folder ----------------------------------------------------------------------------------

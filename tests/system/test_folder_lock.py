@@ -15,7 +15,7 @@ import pytest
 
 from utils.system import folder_lock
 from utils.system.files import PROJECT_ROOT
-from utils.system.folder_lock import ABANDONED, NAME, check_free, own
+from utils.system.folder_lock import ABANDONED, NAME, check_free, keep, own
 
 ADVICE = "choose another --name"
 OWNER = """
@@ -174,6 +174,52 @@ def test_a_lock_that_cannot_be_made_is_one_sentence(tmp_path):
         own(tmp_path / "none", ADVICE)
 
 
+def test_a_process_that_was_killed_gets_the_time_to_end(tmp_path, monkeypatch):
+    owner_file(tmp_path, pid=2**22 + 1)
+    answers = [False, False, True]
+    monkeypatch.setattr(folder_lock, "_lock", lambda descriptor: answers.pop(0))
+    own(tmp_path, ADVICE)
+    assert not answers
+    monkeypatch.setattr(folder_lock, "_lock", lambda descriptor: False)
+    monkeypatch.setattr(folder_lock, "END_LIMIT", 0.2)
+    (tmp_path / "b").mkdir()
+    owner_file(tmp_path / "b", pid=2**22 + 1)
+    with pytest.raises(ValueError, match="is in use"):  # of another container, for instance
+        own(tmp_path / "b", ADVICE)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_something_that_is_no_file(make, tmp_path):
+    make(tmp_path / NAME)
+    with pytest.raises(ValueError, match=rf"\.lock cannot be written .*; {ADVICE}"):
+        own(tmp_path, ADVICE)
+
+
+def test_a_lock_that_was_removed_is_made_anew(tmp_path, caplog):
+    own(tmp_path, ADVICE)
+    keep(tmp_path)
+    (tmp_path / NAME).unlink()
+    keep(tmp_path)
+    assert "was removed by somebody" in caplog.text
+    other = subprocess.run(
+        [sys.executable, "-c", OWNER, str(tmp_path)], cwd=PROJECT_ROOT, capture_output=True, text=True
+    )
+    assert f"is in use: process {os.getpid()} on" in other.stderr, "another one is refused as before"
+
+
+def test_a_folder_that_another_process_has_taken_meanwhile_is_given_up(tmp_path, start):
+    own(tmp_path, ADVICE)
+    (tmp_path / NAME).unlink()
+    start(tmp_path)
+    with pytest.raises(ValueError, match="was taken by another process while this one wrote there"):
+        keep(tmp_path)
+
+
+def test_a_folder_that_was_never_owned_is_not_looked_at(tmp_path):
+    keep(tmp_path)
+    assert not (tmp_path / NAME).exists()
+
+
 # ---- without locks --------------------------------------------------------------------------------------------------
 
 
@@ -188,6 +234,23 @@ def test_without_locks_a_process_that_has_ended_is_none(changes, tmp_path, no_lo
     owner_file(tmp_path, **changes)
     own(tmp_path, ADVICE)
     assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
+
+
+def test_without_locks_a_process_that_was_killed_and_that_nobody_has_waited_for_is_none(tmp_path, no_locks):
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    started = psutil.Process(process.pid).create_time()
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, and still in the table of processes
+    owner_file(tmp_path, pid=process.pid, started=started)
+    own(tmp_path, ADVICE)
+    process.communicate()
+
+
+def test_without_locks_another_host_that_has_taken_over_is_noticed(tmp_path, no_locks):
+    own(tmp_path, ADVICE)
+    owner_file(tmp_path, host="elsewhere")
+    with pytest.raises(ValueError, match="was taken by another process"):
+        keep(tmp_path)
 
 
 def test_without_locks_another_host_is_believed_for_an_hour(tmp_path, no_locks, caplog):

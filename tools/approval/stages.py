@@ -84,6 +84,8 @@ class Approvals:
                 if number not in map(str, STAGES):
                     raise ValueError(f"{shown(number)} is no stage")
                 _check_record({"note": ""} | entry if isinstance(entry, dict) else entry, APPROVAL, f"stage {number}")
+                if not _names_somebody(entry["by"]):
+                    raise ValueError(f"stage {number}: by {shown(entry['by'])} names nobody")
             return {int(number): entry for number, entry in entries.items()}
         except ValueError as error:
             raise ValueError(f"{self.path} is no file of approvals ({error}); move it away to begin anew") from error
@@ -103,7 +105,8 @@ class Approvals:
                 _check_record(finding, {"status": str}, f"findings[{index}]")
             statuses = {finding["status"] for finding in report["findings"]}
             is_known = statuses <= {"passed", "failed", "not measured", "not made"}
-            is_sound = is_known and not (report["passed"] and statuses & {"failed", "not made"})
+            may_have_passed = "passed" in statuses and not statuses & {"failed", "not made"}
+            is_sound = is_known and (may_have_passed or not report["passed"])
             if report.get("stage", number) != number or not is_sound:
                 raise ValueError("it is not what the checks of this stage have found")
             return report
@@ -157,7 +160,7 @@ class Approvals:
 
     def approve(self, number, by, commit, note="", despite_failures=False):
         """Approve a stage on the strength of its report. Raises ValueError when there is nothing to rely on."""
-        if not any(letter.isalnum() for letter in by):
+        if not _names_somebody(by):
             raise ValueError(f"--by {shown(by)} names nobody; give the name of who has looked at the report")
         self.check_may_run(number)
         report = self.report(number)
@@ -178,6 +181,10 @@ class Approvals:
         }  # fmt: skip
         with atomic_write(self.path, "w") as file:
             json.dump({str(key): entry for key, entry in sorted(self.entries.items())}, file, indent=1)
+
+
+def _names_somebody(text):
+    return any(letter.isalnum() for letter in text)
 
 
 def _check_record(record, kinds, where):

@@ -91,9 +91,9 @@ def check_shared(words, where):
 
 
 def fingerprints(words):
-    """{option: hash} of the contents of the files that a command line of train.py names."""
+    """{option: hash} of the contents of the files that a command line of train.py names, the weights included."""
     options, found = train_parser().parse_args(list(words)), {}
-    for name in FILES:
+    for name in (*FILES, "weights"):
         with suppress(ValueError):  # a file that is not there
             if path := check_file(getattr(options, name)):
                 found[name] = hashlib.sha1(Path(path).read_bytes()).hexdigest()
@@ -107,7 +107,9 @@ def check_arguments(words, where):
     parser.error, parser.print_help = _raise, lambda: None
     try:
         parser.parse_args(list(words))
-    except (Exception, SystemExit) as error:
+    except SystemExit as error:
+        raise ValueError(f"{where}: --help cannot be given here: every run would print it and end") from error
+    except Exception as error:
         raise ValueError(f"{where}: train.py does not understand this: {error}") from error
 
 

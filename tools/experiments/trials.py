@@ -16,6 +16,7 @@ from pathlib import Path
 from tools.experiments import runner
 from tools.experiments.overrides import trial_arguments, trial_options
 from tools.experiments.runner import LOSS, MAP50
+from utils.config.limits import SHARE, at_least
 from utils.config.options import train_parser
 from utils.plots.style import FAINT, PALETTE, new_figure, save_figure, set_title, whole_numbers
 from utils.system.files import atomic_write, read_json, read_text, shown
@@ -150,6 +151,8 @@ class TrialTable:
         final_map, final_loss, seconds = (
             float(row[name]) if row[name] else None for name in ("final_map", "final_loss", "seconds")
         )
+        SHARE.check("final_map", final_map)
+        at_least(0).check("seconds", seconds)
         return Trial(trial_id, params, status, final_map, final_loss, seconds or 0.0, curve)
 
     def ranking(self):

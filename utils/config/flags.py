@@ -142,7 +142,7 @@ TRAIN_FLAGS = _table([
     Flag("--noautoanchor", "skip the anchor check"),
     Flag("--evolve", "search hyper-parameters for N (300) generations", 0, int, at_least(0), nargs="?", const=300),
     Flag("--allow-background", "train although no training image has a box"),
-    Flag("--strict-data", "stop when the scan drops an image, a row or a list entry"),
+    Flag("--strict-data", "stop when the scan drops an image, a row or a list entry", resume=START),
     "machine",
     Flag("--device", "cpu, 0, or 0,1; empty: the first GPU, else the CPU", "", resume=MACHINE),
     Flag("--workers", "loader processes, at most", 8, int, at_least(0), MACHINE),

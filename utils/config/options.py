@@ -179,4 +179,6 @@ def read_options(path: str | Path) -> tuple[argparse.Namespace, dict]:
     if "total_batch_size" in runtime:  # batch_size is the share of one of that run's processes
         options["batch_size"] = runtime["total_batch_size"]
         TRAIN_FLAGS["batch_size"].check(options["batch_size"], f"{path}: total_batch_size")
+        if options["batch_size"] == 0:
+            raise ValueError(f"{path}: total_batch_size 0 is too small: it has to be at least 1")
     return argparse.Namespace(**options), runtime

@@ -51,6 +51,7 @@ def run(main: Callable[[Namespace], None], opt: Namespace) -> None:
     set_logging(0 if os.environ.get("RANK", "0") in ("0", "-1") else 1)
     threading.excepthook = _report_thread
     try:
+        _check_working_directory()
         main(opt)
     except NothingToDo as message:
         logging.getLogger("run").info("%s", message)
@@ -65,6 +66,14 @@ def run(main: Callable[[Namespace], None], opt: Namespace) -> None:
     except KeyboardInterrupt:
         print("interrupted; train.py --resume goes on after the last complete epoch", file=sys.stderr, flush=True)
         sys.exit(130)
+
+
+def _check_working_directory():
+    """Raise ValueError when somebody has removed the folder that this process was started in."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise ValueError("the folder that this was started in has been removed; go to another one") from error
 
 
 def is_out_of_memory(error):

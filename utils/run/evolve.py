@@ -10,12 +10,14 @@ import numpy as np
 import yaml
 
 from utils.config.hyp import HYPER_PARAMETERS
+from utils.config.limits import SHARE
 from utils.metrics.detection import fitness
 from utils.plots.run import plot_evolution
 from utils.system.files import atomic_write, read_text, split_lines
 
 logger = logging.getLogger(__name__)
 
+SCORES = ("P", "R", "mAP@.5", "mAP@.5:.95")
 NUM_RESULTS = 7  # P, R, mAP@.5, mAP@.5:.95, val box, val obj, val cls
 
 
@@ -66,11 +68,16 @@ def read_table(path, names):
     for index, line in enumerate(lines):
         where = f"{path}:{index + 2}"
         try:
-            rows[index] = [float(word) for word in line.split()]
+            numbers = [float(word) for word in line.split()]
+            if len(numbers) != rows.shape[1]:
+                raise ValueError(f"{len(numbers)} numbers, its titles are {rows.shape[1]}")
         except ValueError as error:
             raise ValueError(f"{where} is damaged ({error}); {advice}") from error
+        rows[index] = numbers
         if np.isnan(rows[index]).any() or not np.isfinite(fitness(rows[index : index + 1])).all():
             raise ValueError(f"{where} has a score that is no number; {advice}")
+        for name, value in zip(SCORES, rows[index].tolist(), strict=False):
+            SHARE.check(f"{where}: {name}", value)
         for name, value in zip(names, rows[index, NUM_RESULTS:].tolist(), strict=True):
             HYPER_PARAMETERS[name].range.check(f"{where}: {name}", value)
     return rows[np.argsort(-fitness(rows), kind="stable")]
@@ -109,7 +116,7 @@ def add_row(path, results, hyp, names):
     new = [float(f"{value:.4g}") for value in results] + [float(f"{hyp[name]:.5g}") for name in names]
     rows = np.unique(np.vstack([read_table(path, names), np.nan_to_num(new)]), axis=0)
     rows = rows[np.argsort(-fitness(rows), kind="stable")]
-    titles = ["#", "P", "R", "mAP@.5", "mAP@.5:.95", "box", "obj", "cls", *names]
+    titles = ["#", *SCORES, "box", "obj", "cls", *names]
     lines = [" ".join(titles), *("".join(f"{value:>12.5g}" for value in row) for row in rows)]
     with atomic_write(path) as file:
         file.write(("\n".join(lines) + "\n").encode())

@@ -74,7 +74,9 @@ def open_run_folder(opt: Namespace, ranks: Ranks) -> None:
             "working_dir",
             *(key for key, flag in TRAIN_FLAGS.items() if flag.resume == STAYS),
         ]
-        save_options(Namespace(**read_yaml(path) | {name: getattr(opt, name) for name in names}), path)
+        stored = Namespace()
+        vars(stored).update(read_yaml(path) | {name: getattr(opt, name) for name in names})  # a key may be a number
+        save_options(stored, path)
     elif ranks.is_main and not opt.save_dir:
         folder, may_exist = _wanted_folder(opt)
         opt.save_dir = str(increment_path(folder, exist_ok=may_exist))
@@ -100,6 +102,8 @@ def resumed_options(opt: Namespace, ranks: Ranks) -> Namespace:
         checkpoint = read_checkpoint(last)
 
     old, started = read_options(run / "opt.yaml")
+    if old.evolve:
+        raise ValueError(f"{run / 'opt.yaml'}: evolve has to be 0: a search goes on with --evolve, not with --resume")
     typed = explicit_options(train_parser())
     ignored = sorted(name for name in typed if TRAIN_FLAGS[name].resume == KEPT)
     if ignored:

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 NAME = ".lock"
 ABANDONED = 3600  # seconds without a new file after which the owner on another host counts as gone
+END_LIMIT = 20.0  # seconds that a killed process gets to end: it frees its GPU before its lock
 SAME_START = 2.0  # seconds by which two readings of the start of a process may differ
 IN_USE = (errno.EAGAIN, errno.EACCES)
 _held: dict[Path, tuple[int, int]] = {}  # {real path of the folder: (process id, descriptor of its lock)}
@@ -51,12 +52,20 @@ def own(folder: str | Path, advice: str) -> None:
     if _is_ours(place):
         return
     try:
+        deadline = time.monotonic() + END_LIMIT
         descriptor, is_locked = _open_and_lock(place / NAME, os.O_CREAT)
+        while is_locked is False and _is_ending(_read(descriptor)) and time.monotonic() < deadline:
+            os.close(descriptor)
+            time.sleep(0.05)
+            descriptor, is_locked = _open_and_lock(place / NAME, os.O_CREAT)
     except OSError as error:
         raise ValueError(f"{printable(Path(folder, NAME))} cannot be written ({error.strerror}); {advice}") from error
     try:
         _check_owner(folder, _read(descriptor), is_locked, advice)
         _write(descriptor)
+    except OSError as error:  # a full disk, or something that is no file
+        os.close(descriptor)
+        raise ValueError(f"{printable(Path(folder, NAME))} cannot be written ({error.strerror}); {advice}") from error
     except BaseException:
         os.close(descriptor)
         raise
@@ -75,6 +84,29 @@ def check_free(folder: str | Path, advice: str) -> None:
             _check_owner(folder, _read(descriptor), is_locked, advice)
         finally:
             os.close(descriptor)
+
+
+def keep(folder: str | Path) -> None:
+    """Between two epochs: raise ValueError when another process has taken a folder that this one owns.
+
+    That happens when somebody removes the lock or moves the folder while its owner lives, and on file systems without
+    locks. A lock that is merely gone is made anew.
+    """
+    place = Path(os.path.realpath(folder))
+    if not _is_ours(place):
+        return
+    descriptor = _held[place][1]
+    with suppress(FileNotFoundError):
+        owner = _read(descriptor)  # without locks another one writes its name into the same file
+        is_named = owner is None or (owner["pid"], owner["host"]) == (os.getpid(), socket.gethostname())
+        if is_named and os.path.samestat(os.stat(place / NAME), os.fstat(descriptor)):
+            return
+        raise ValueError(f"{printable(folder)} was taken by another process while this one wrote there: its lock was "
+                         "removed, or the folder moved; this one ends, so that they do not mix")  # fmt: skip
+    del _held[place]
+    own(folder, "put the folder back")
+    os.close(descriptor)
+    logger.warning("%s was removed by somebody and is made anew", printable(Path(folder, NAME)))
 
 
 def _is_ours(place):
@@ -144,9 +176,21 @@ def _write(descriptor):
 
 def _is_alive(owner):
     try:
-        return abs(psutil.Process(owner["pid"]).create_time() - owner["started"]) < SAME_START
+        process = psutil.Process(owner["pid"])
+        is_ended = process.status() == psutil.STATUS_ZOMBIE  # of which nobody has taken note yet
+        return not is_ended and abs(process.create_time() - owner["started"]) < SAME_START
     except (psutil.Error, ValueError, OverflowError):
         return False
+
+
+def _is_ending(owner):
+    """Whether a process of this host has been killed and has let go of its memory, but not yet of its files."""
+    if owner is None or owner["host"] != socket.gethostname():
+        return False
+    try:
+        return not psutil.Process(owner["pid"]).cmdline()
+    except (psutil.Error, ValueError, OverflowError):
+        return True
 
 
 def _newest_write(folder):

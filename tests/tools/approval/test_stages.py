@@ -102,6 +102,7 @@ DAMAGED = [
     *(json.dumps({"1": {key: value for key, value in GOOD.items() if key != gone}}) for gone in GOOD),
     *(json.dumps({"1": GOOD | {key: value}}) for key in GOOD for value in (None, 3, True, [])),
     json.dumps({"1": GOOD | {"files": {"train.py": 3}}}), json.dumps({"1": GOOD | {"note": 3}}),
+    json.dumps({"1": GOOD | {"by": ""}}), json.dumps({"1": GOOD | {"by": " - "}}),
 ]  # fmt: skip
 
 
@@ -135,6 +136,7 @@ REPORT = {"passed": True, "date": "2026-01-01", "findings": [{"status": "passed"
         REPORT | {"passed": "yes"}, REPORT | {"findings": {}}, REPORT | {"findings": [3]}, REPORT | {"findings": [{}]},
         REPORT | {"findings": [{"status": None}]}, REPORT | {"files": []}, REPORT | {"files": {"a": 1}},
         REPORT | {"findings": [{"status": "failed"}]}, REPORT | {"findings": [{"status": "not made"}]},
+        REPORT | {"findings": []}, REPORT | {"findings": [{"status": "not measured"}]},
         REPORT | {"stage": 2}, REPORT | {"findings": [{"status": "splendid"}]},
     ],
 )  # fmt: skip
@@ -340,8 +342,9 @@ def test_further_options_of_every_run(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "fault"),
-    [("--help", "does not understand"), ("--resume", "--resume is what the stages"), ('"x', "No closing quotation"),
-     ("--epochs 9", "--epochs is what"), ("--batch 3", "--batch-size is what"), ("--evolve 2", "--evolve is what")],
+    [("--help", "--help cannot be given"), ("--resume", "--resume is what the stages"), ('"x', "No closing quotation"),
+     ("--epochs 9", "--epochs is what"), ("--batch 3", "--batch-size is what"), ("--evolve 2", "--evolve is what"),
+     ("--resize-schedule x", "--resize-schedule 'x' is not understood"), ("--patience 2 --notest", "drop --notest")],
 )  # fmt: skip
 def test_options_that_are_not_for_the_runs(text, fault, capsys):
     with pytest.raises(ValueError, match=f"--args.*{fault}"):

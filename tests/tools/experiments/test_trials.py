@@ -12,6 +12,7 @@ import pytest
 from tests.tools.experiments import test_runner
 from tools import run_trials
 from tools.experiments import runner, trials
+from tools.experiments.command_line import fingerprints
 from tools.experiments.optuna_sampler import OptunaSampler
 from tools.experiments.runner import MAP50
 from tools.experiments.trials import Elimination, Trial, TrialTable
@@ -159,6 +160,8 @@ def test_one_wrong_value_costs_one_trial(series, caplog):
         ("trial_id", "x", "invalid literal"), ("trial_id", "-1", "trial -1 with the status"),
         ("trial_id", "1", "line 3: trial 1 stands there twice"), ("status", "done", "with the status 'done'"),
         ("final_map", "high", "could not convert"), ("seconds", "[]", "could not convert"),
+        ("final_map", "nan", "final_map nan is not usable"), ("final_map", "98.5", "final_map 98.5 is too large"),
+        ("seconds", "-1", "seconds -1.0 is too small"),
     ],
 )  # fmt: skip
 def test_a_table_that_a_person_has_edited(name, text, message, tmp_path):
@@ -191,6 +194,11 @@ def test_a_table_continues_only_with_the_same_files_from_the_same_folder(series,
     (tmp_path / "hyp.yaml").write_text("lr0: 0.3\n")
     assert series([{}]).trials[0].final_map == pytest.approx(1.5)
     assert "was made with other arguments or files" in caplog.text
+    (tmp_path / "start.pt").write_bytes(b"1")
+    words = ["--weights", str(tmp_path / "start.pt")]
+    before = fingerprints(words)
+    (tmp_path / "start.pt").write_bytes(b"2")
+    assert before != fingerprints(words), "trials that start from other weights are no continuation"
 
 
 def test_two_series_in_one_table_are_refused(series, tmp_path):
@@ -232,6 +240,9 @@ def test_two_tables_of_one_second_have_two_folders(tmp_path, monkeypatch):
         (["--early-stop-grace", "-1"], "--early-stop-grace -1 is too small"),
         (["--num-trials", "0"], "--num-trials 0 is too small"),
         (["--sampler-seed", "-1"], "--sampler-seed -1 is too small"),
+        (["--base-args", "--help"], "--base-args: --help cannot be given here"),
+        (["--space", "space.yaml"], "--space is not read with --sampler file"),
+        (["--sampler", "tpe"], "--trials-file is not read with --sampler tpe"),
         (["--output-dir", "/dev/null/x"], "/dev/null is a file.*choose another --output-dir"),
     ],
 )
