@@ -204,6 +204,25 @@ def repeated_call(rng, name, argument, times=100_000):
     return archive(dictionary(a=argument + put(5), b=b"c" + name + put(6), c=b"](" + call * times + b"e", model=b"N"))
 
 
+def long_list_of_buffers(rng):
+    """Every buffer is looked up in a list, which takes as long as both are long."""
+    names = [text(f"k{i}") for i in range(300_000)]
+    buffers = b"}(" + b"\x88".join(names) + b"\x88u"
+    return model(MODEL + dictionary(_buffers=buffers, _non_persistent_buffers_set=b"](" + b"N" * 400_000 + b"e") + b"b")
+
+
+def heads_of_one_text(rng):
+    """As many heads as a text has letters."""
+    count = 20_000_000
+    code = text("x" * count) + put(5)
+    config = dictionary(num_heads=number(count), nc=code, head_classes=get(5), weights=get(5), head_names=get(5))
+    layer = b"cmodels.yolo\nDetect\n)\x81" + dictionary(
+        head_config=b"cutils.head_config\nHeadConfig\n)\x81" + config + b"b"
+    )
+    inner = b"ctorch.nn.modules.container\nSequential\n)\x81" + dictionary(_modules=dictionary(a=layer + b"b")) + b"b"
+    return model(MODEL + dictionary(yaml=dictionary(nc=number(2)), _modules=dictionary(model=inner)) + b"b")
+
+
 def repeated_build(rng):
     attributes = dictionary(**{f"k{i}": b"N" for i in range(50_000)})
     return archive(dictionary(a=attributes + put(5), model=MODEL + (get(5) + b"b") * 300_000))
@@ -228,6 +247,7 @@ def long_equal_keys(rng):
     return archive(dictionary(model=code + (get(2) + b"Ns" + get(3) + b"Ns") * 200_000))
 
 
+LONG = b"(" + b"N" * 1_000_000 + b"t"
 LIST = b"](" + b"N" * 1_000_000 + b"e"
 PAIRS = b"](" + (text("k") + b"N\x86") * 300_000 + b"e"
 GOOD_STATE = dictionary(w=tensor([4], [1]))
@@ -310,6 +330,14 @@ HOSTILE = {
         a=text("b" * 10_000_000) + put(5),
         model=b"](" + (b"c_codecs\nencode\n" + get(5) + text("latin1") + b"\x86R") * 10_000 + b"e")),
     "build again": repeated_build,
+    "long arguments again": lambda rng: archive(dictionary(
+        a=LONG + put(5), model=b"](" + (b"cnumpy.core.multiarray\n_reconstruct\n" + get(5) + b"R") * 100_000 + b"e")),
+    "long storage again": lambda rng: archive(
+        dictionary(a=LONG + put(5), model=b"](" + (get(5) + b"Q") * 100_000 + b"e")),
+    "long list of buffers": long_list_of_buffers,
+    "heads of one text": heads_of_one_text,
+    "long key again": lambda rng: archive(dictionary(
+        a=b"(" + text("k") * 1_000_000 + b"t" + put(5), model=b"}(" + (get(5) + b"N") * 100_000 + b"u")),
     "epoch without end": lambda rng: archive(dictionary(model=GOOD_STATE, epoch=number(2**2000))),
     "updates without end": lambda rng: archive(dictionary(model=GOOD_STATE, updates=number(2**2000))),
     "legacy, huge storage": lambda rng: legacy(dictionary(model=dictionary(w=tensor([4], [1], count=2**40)))),
@@ -323,6 +351,7 @@ HOSTILE = {
 HEAVY = ["shared text", "many keys", "long equal keys", "compressed", "overlapping members", "many members",
          "huge pickle", "many marks", "many empty lists", "many tensors", "colliding keys", "bytes again",
          "path of texts again", "counter again", "build again", "long names", "one storage often",
+         "long arguments again", "long storage again", "long key again",
          "one tensor often"]  # fmt: skip
 ODD = {
     "small expanded tensor": lambda: saved({"model": {"w": torch.ones(1).expand(1000)}}),

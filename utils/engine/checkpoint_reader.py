@@ -206,8 +206,9 @@ def _collect(layer, prefix, state, extent, depth=0):
     extent.entries -= 1 + len(own) + len(modules)
     extent.check(depth + len(prefix) // 100)
     if isinstance(content.get("head_config"), Layer):
-        extent.add(vars(content["head_config"]))
-    temporary = content.get("_non_persistent_buffers_set", ())
+        _check_heads(extent.add(vars(content["head_config"])))
+    temporary = content.get("_non_persistent_buffers_set")
+    temporary = temporary if isinstance(temporary, set) else ()  # looked through for each name
     for name, value in own.items():
         if value is not None and name not in temporary:
             state[prefix + name] = _tensor(value, prefix + name, extent)
@@ -215,6 +216,13 @@ def _collect(layer, prefix, state, extent, depth=0):
         if inner is not None:
             _collect(inner, f"{prefix}{name}.", state, extent, depth + 1)
     return state
+
+
+def _check_heads(config):
+    """Raise ValueError unless the attributes of a stored HeadConfig have the form that a description is made of."""
+    classes, number = config.get("head_classes"), config.get("num_heads")
+    if not isinstance(classes, list) or number != len(classes) or not all(isinstance(ids, list) for ids in classes):
+        raise ValueError("its head configuration is damaged")
 
 
 def _tensor(value, name, extent):

@@ -79,7 +79,7 @@ class Unpickler:
             if type(part) not in SCALARS:
                 raise UnpicklingError(f"a key that is a {type(part).__name__}")
             if isinstance(part, (str, bytes)):
-                self.pay(len(part) // 100)
+                self.pay(1 + len(part) // 100)
                 continue
             self.number_keys += 1
             if isinstance(part, int) and abs(part) > MAX_NUMBER_KEY:
@@ -116,7 +116,7 @@ class Unpickler:
         args, called = self.stack.pop(), self.stack.pop()
         if type(called) is not Function or type(args) is not tuple:
             raise UnpicklingError("a call of something that is no function")
-        self.pay(called.price + sum(_size(argument) for argument in args))
+        self.pay(called.price + len(args) + sum(_size(argument) for argument in args))
         self.stack.append(called.function(self, *args))
 
     def build(self):
@@ -188,7 +188,10 @@ class Unpickler:
         self.stack.append(self.read(self.read(1)[0]).decode())
 
     def binpersid(self):
-        kind, storage_type, key, _, number, *view = [*self.stack.pop()] + 4 * [None]
+        entry = self.stack.pop()
+        if type(entry) is not tuple or not 4 <= len(entry) <= 6:
+            raise UnpicklingError("something that lies outside and is no storage")
+        kind, storage_type, key, _, number, *view = *entry, None
         if type(kind) is str and kind == "module":
             raise UnpicklingError("a whole model in the form of torch before 1.6; save it again with a newer torch")
         plain = type(kind) is type(key) is str and kind == "storage" and not any(view)
