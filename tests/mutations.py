@@ -23,12 +23,15 @@ LABELS = [
     "0 0.5 0.5 0.2 0.4\n1 0.2 0.2 0.1 0.1\n",
     "1 0.1 0.1 0.3 0.1 0.3 0.3\r\n0 0.5 0.5 0.2 0.4\r\n",
     "0,0.5,0.5,0.2,0.4\n\n# nothing\n0\t0.25 0.25 0.1 0.1 0.9\n",
+    "0 0.5 0.5 0.2 0.4 .5 .5 2 .4 .4 1\n1 0.2 0.2 0.1 0.1 .2 .2 0 .1 .1 2\n",  # boxes with keypoints
+    "0 0.5 0.5 0.2 0.4 0.9 17\n1 0.2 0.2 0.1 0.1 0.8 18\n",  # with a confidence and a track id
     "",
 ]
 LISTS = ["00.png\n./01.png\n", "# pictures\r\n01.png  \r\n\r\n00.png\r\n"]
 DATA = [
     "train: .\nval: .\nnc: 2\nnames: [red, green]\n",
     "path: .\ntrain: [., .]\nval: list.txt\nnames:\n  0: red\n  1: green\ndownload: touch canary\n",
+    "base: &b {0: 010, 1: yes}\npath: &p .\ntrain: [*p]\nval: *p\nnames: {<<: *b, 02: ~}\nkpt_shape: [2, 3]\n",
 ]
 HYPS = [yaml.safe_dump(HYP), "lr0: 1e-2\nanchors: 3\nmosaic: 1.0\n"]
 OPTIONS = [yaml.safe_dump(vars(train_parser().parse_args([])))]
