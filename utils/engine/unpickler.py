@@ -191,7 +191,7 @@ class Unpickler:
         entry = self.stack.pop()
         if type(entry) is not tuple or not 4 <= len(entry) <= 6:
             raise UnpicklingError("something that lies outside and is no storage")
-        kind, storage_type, key, _, number, *view = [*entry, None]
+        kind, storage_type, key, _, number, *view = list(entry) + [None]
         if type(kind) is str and kind == "module":
             raise UnpicklingError("a whole model in the form of torch before 1.6; save it again with a newer torch")
         plain = type(kind) is type(key) is str and kind == "storage" and not any(view)
