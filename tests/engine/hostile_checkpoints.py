@@ -207,8 +207,9 @@ def repeated_call(rng, name, argument, times=100_000):
 def long_list_of_buffers(rng):
     """Every buffer is looked up in a list, which takes as long as both are long."""
     names = [text(f"k{i}") for i in range(300_000)]
-    buffers = b"}(" + b"\x88".join(names) + b"\x88u"
-    return model(MODEL + dictionary(_buffers=buffers, _non_persistent_buffers_set=b"](" + b"N" * 400_000 + b"e") + b"b")
+    buffers = b"}(" + names[0] + tensor([1], [1]) + put(3) + b"".join(name + get(3) for name in names) + b"u"
+    temporary = b"](" + b"N" * 400_000 + b"e"
+    return model(MODEL + dictionary(_buffers=buffers, _non_persistent_buffers_set=temporary, yaml=text("none")) + b"b")
 
 
 def heads_of_one_text(rng):

@@ -220,8 +220,10 @@ def _collect(layer, prefix, state, extent, depth=0):
 
 def _check_heads(config):
     """Raise ValueError unless the attributes of a stored HeadConfig have the form that a description is made of."""
-    classes, number = config.get("head_classes"), config.get("num_heads")
-    if not isinstance(classes, list) or number != len(classes) or not all(isinstance(ids, list) for ids in classes):
+    classes = config.get("head_classes")
+    classes = list(classes.values()) if isinstance(classes, dict) else classes  # as other programs write it
+    is_listed = isinstance(classes, list) and all(isinstance(ids, list) for ids in classes)
+    if not is_listed or config.get("num_heads") != len(classes):
         raise ValueError("its head configuration is damaged")
 
 
