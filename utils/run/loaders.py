@@ -79,9 +79,9 @@ def open_train_loader(run, fast, stride, image_size, first_epoch):
     )  # fmt: skip
     check_labels(dataset, run.data, opt.strict_data)
     if opt.total_batch_size > len(dataset):
-        logger.warning(
-            "--batch-size %d: there is only %s to train on", opt.total_batch_size, counted(len(dataset), "image")
-        )
+        few = counted(len(dataset), "training image")
+        verb = "is" if len(dataset) == 1 else "are"
+        logger.warning("--batch-size %d: there %s only %s", opt.total_batch_size, verb, few)
     if not opt.allow_background:
         check_has_boxes(dataset.labels, dataset.label_files, dataset.findings)
     return loader, dataset
