@@ -48,7 +48,7 @@ HYPER_PARAMETERS = {
     "iou_t": HyperParameter("unused; hyp files carry it", 0.2, SHARE, (0, 0.1, 0.7)),
     "anchor_t": HyperParameter("largest factor between a box side and its anchor's", 4.0, above(1), (1, 2.0, 8.0)),
     "anchors": HyperParameter("anchors per level of a new head", None, Range(1, 100), (2, 2.0, 10.0)),
-    "fl_gamma": HyperParameter("focal loss exponent; 0: off", 0.0, at_least(0), (0, 0.0, 2.0)),
+    "fl_gamma": HyperParameter("focal loss exponent; 0: off", 0.0, Range(0, 10), (0, 0.0, 2.0)),
     "hsv_h": _augmentation("hue, +- share of the circle", SHARE, (1, 0.0, 0.1)),
     "hsv_s": _augmentation("saturation, +- share", SHARE, (1, 0.0, 0.9)),
     "hsv_v": _augmentation("brightness, +- share", SHARE, (1, 0.0, 0.9)),

@@ -169,7 +169,9 @@ def labels_next_door(missing):
     @cache
     def folders_for(image_folder, label_folder):
         above = os.path.dirname(label_folder)
-        found = [label_folder, image_folder, above, *(os.path.join(above, name) for name in names_in(above).values())]
+        # beside a folder of images lies anything; beside one of labels, other splits
+        splits = names_in(above).values() if label_folder != image_folder else ()
+        found = [label_folder, image_folder, above, *(os.path.join(above, name) for name in splits)]
         outer, inner = image_folder, []  # the folders between the two, that of all images left out, may be there again
         for _ in range(MAX_ABOVE + 1):
             names = [name for lower, name in names_in(outer).items() if lower.startswith(("label", "annotation"))]
