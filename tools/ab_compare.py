@@ -8,6 +8,9 @@ has another one, which shows how far mAP differs by chance. Variables may stand 
 --b "USE_COMPILE=1 --fast". report.md, ab.png and ab.json in --out hold medians over the epochs (without the first) with
 the lowest and highest run, the mAP of each pair, and a verdict on each target: met, missed, undecided, or not measured
 on this machine.
+
+With --devices 0,1 several pairs run at the same time, each with one device for both of its runs; --side-by-side runs
+the two of a pair at the same time instead. Either is fair to the rates only where the machine has the cores for all.
 """
 
 import argparse
@@ -18,11 +21,13 @@ import shlex
 import statistics
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.experiments import command_line, runner
+from tools.experiments.devices import on_device, read_devices
 from tools.experiments.markdown import median, show, table
 from tools.experiments.runner import LOSS, MAP50
 from utils.config.flags import TRAIN_FLAGS
@@ -111,27 +116,48 @@ def check_sides(base, a, b, has_seed):
 # ---- running ---------------------------------------------------------------------------------------------------------
 
 
-def compare(base, a, b, out, repeats=3, seed=0, timeout=None):
+def compare(base, a, b, out, repeats=3, seed=0, timeout=None, devices=(None,), side_by_side=False):
     """Run both Sides `repeats` times with the common arguments `base` (words); returns {name of the side: [Run]}.
 
-    Pair k has --seed `seed` + k; None leaves --seed away. Raises ValueError when a run fails: then nothing compares.
+    Pair k has --seed `seed` + k; None leaves --seed away. Each of `devices` takes one pair after another; with
+    `side_by_side` the runs of a pair are on two devices at the same time, which the next pair exchanges. Raises
+    ValueError when a run fails: then nothing compares.
     """
     for side in (a, b):
         command_line.check_arguments([*base, *side.flags], f"side {side.name}")
-    runs = {a.name: [], b.name: []}
-    for k in range(repeats):
+
+    def one(k, side, device):
+        arguments = on_device([*base, *side.flags, *([] if seed is None else ["--seed", str(seed + k)])], device)
+        logger.info("pair %d of %d, %s: %s", k + 1, repeats, side.name, side.describe())
+        folder = Path(out) / f"{side.name}{k + 1}"
+        run = yield from runner.training(arguments, folder, None, timeout, side.environment)
+        if not run.completed or not run.rows:
+            raise ValueError(f"{side.name} ({side.describe()}) failed: {run.message}; see {run.folder / runner.LOG}")
+        logger.info("    %s: %.1f s, %s img/s, mAP@.5 %.4f", folder.name, run.seconds,
+                    show(run.typical("speed/images_per_second"), "{:,.1f}"), run.last(MAP50))  # fmt: skip
+        return run
+
+    def pair(k, device):
+        runs = {}
         for side in (a, b) if k % 2 == 0 else (b, a):
-            arguments = [*base, *side.flags, *([] if seed is None else ["--seed", str(seed + k)])]
-            logger.info("pair %d of %d, %s: %s", k + 1, repeats, side.name, side.describe())
-            run = runner.run_training(arguments, Path(out) / f"{side.name}{k + 1}", None, timeout, side.environment)
-            if not run.completed or not run.rows:
-                raise ValueError(
-                    f"{side.name} ({side.describe()}) failed: {run.message}; see {run.folder / runner.LOG}"
-                )
-            runs[side.name].append(run)
-            logger.info("    %.1f s, %s img/s, mAP@.5 %.4f", run.seconds,
-                        show(run.typical("speed/images_per_second"), "{:,.1f}"), run.last(MAP50))  # fmt: skip
-    return runs
+            runs[side.name] = yield from one(k, side, device)
+        return runs
+
+    if side_by_side:
+        pairs = []
+        for k in range(repeats):
+            first, second = devices if k % 2 == 0 else devices[::-1]
+            runs = runner.at_once([one(k, a, first), one(k, b, second)])
+            pairs.append(dict(zip((a.name, b.name), runs, strict=True)))
+    else:
+        pairs = runner.spread([partial(pair, k) for k in range(repeats)], devices)
+    return {side.name: [runs[side.name] for runs in pairs] for side in (a, b)}
+
+
+def sharing(devices, side_by_side, repeats):
+    """What a report has to say about runs that shared the machine: {name: text}, empty when each had it alone."""
+    at_once = 2 if side_by_side else min(len(devices), repeats)
+    return {} if at_once == 1 else {"rates": f"measured side by side, {at_once} runs at a time on {','.join(devices)}"}
 
 
 def measure(runs):
@@ -263,12 +289,12 @@ def _bars(ax, label, sides):
             ax.text(name, 0, "not measured", ha="center", va="bottom", fontsize=8)
 
 
-def write(out, runs, a, b, base):
-    """report.md, ab.png and ab.json in `out`; returns the verdicts."""
+def write(out, runs, a, b, base, more=None):
+    """report.md, ab.png and ab.json in `out`, with the facts `more` {name: text}; returns the verdicts."""
     measured = {name: measure(side) for name, side in runs.items()}
     judged = verdicts(measured["A"], measured["B"])
     facts = runner.machine() | {"common arguments": f"`{shlex.join(base)}`", "A": f"`{a.describe()}`",
-                                 "B": f"`{b.describe()}`", "pairs": str(len(runs["A"]))}  # fmt: skip
+                                 "B": f"`{b.describe()}`", "pairs": str(len(runs["A"]))} | (more or {})  # fmt: skip
     out = Path(out)
     plot(runs, out / "ab.png")
     with atomic_write(out / "ab.json", "w") as file:
@@ -289,6 +315,8 @@ def parse(arguments=None):
     add("--no-seed", action="store_true", help="do not pass --seed: stock's order of batches")
     add("--timeout", type=float, help="seconds after which a run counts as hung")
     add("--out", default="runs/ab_compare", help="folder of the report and the runs")
+    add("--devices", default="", help="such as 0,1: pairs run at the same time, each on its device")
+    add("--side-by-side", action="store_true", help="the two runs of a pair at the same time, on the two --devices")
     return command_line.parse(parser, arguments, ("--args", "--a", "--b"))
 
 
@@ -301,11 +329,15 @@ def main(options):
     SEED.check("--seed", options.seed)
     SEED.check("--seed of the last pair", options.seed + options.repeats - 1)
     check_sides(base, a, b, not options.no_seed)
+    devices = read_devices(options.devices, [*base, *a.flags, *b.flags], "--args, --a or --b")
+    if options.side_by_side and len(devices) != 2:
+        raise ValueError("--side-by-side needs two --devices, such as --devices 0,1")
     command_line.open_folder(options.out, "--out")
-    seed = None if options.no_seed else options.seed
-    runs = compare(base, a, b, options.out, options.repeats, seed, options.timeout)
-    judged = write(options.out, runs, a, b, base)
+    seed, shared = None if options.no_seed else options.seed, sharing(devices, options.side_by_side, options.repeats)
+    runs = compare(base, a, b, options.out, options.repeats, seed, options.timeout, devices, options.side_by_side)
+    judged = write(options.out, runs, a, b, base, shared)
     print("\n" + measures_table(measure(runs["A"]), measure(runs["B"])) + "\n")
+    print(*(f"{name}: {text}\n" for name, text in shared.items()), sep="\n", end="")
     for target, verdict, found in judged:
         print(f"{target}: {verdict} ({found})")
     print(f"\nwritten: {options.out}/report.md, ab.png, ab.json")

@@ -22,6 +22,7 @@ from tools.approval import report
 from tools.approval.setup import Setup
 from tools.approval.stages import STAGES, Approvals, fingerprint
 from tools.experiments import command_line, runner
+from tools.experiments.devices import read_devices
 from utils.config.flags import TRAIN_FLAGS
 from utils.config.limits import at_least
 from utils.system.files import PROJECT_ROOT, check_file
@@ -72,7 +73,9 @@ def parse(arguments=None):
     add("--repeats", type=int, default=Setup.repeats, help="pairs of the performance run in stage 6")
     add("--all-combinations", action="store_true", help="stage 6: USE_COMPILE with every combination")
     add("--args", default="", help="further options of train.py for every run, e.g. --cache-images")
-    add("--at-once", type=int, default=Setup.at_once, choices=range(1, 17), metavar="N",
+    add("--devices", default="", help="such as 0,1: stage 6 trains the combinations on all of them at the same time, "
+        "and everything that is timed on the first")  # fmt: skip
+    add("--at-once", type=int, default=1, choices=range(1, 17), metavar="N",
         help="stage 6: combinations of flags that train at the same time; their speed is then not told")  # fmt: skip
     add = commands.add_parser("approve", help="approve a stage that has been run", parents=[places]).add_argument
     add("stage", type=int, choices=STAGES)
@@ -105,6 +108,17 @@ def check_run_options(options):
         check_file(getattr(options, name))
 
 
+def choose_places(options):
+    """(--device of what is timed, devices of the runs that may share the machine)."""
+    if not options.devices:
+        return options.device, [options.device] * options.at_once
+    if options.device or options.at_once > 1:
+        raise ValueError("--devices says where and how many runs train at the same time; drop --device and --at-once")
+    logging.getLogger("tools.experiments.devices").setLevel(logging.WARNING)  # this tool shows no other warning
+    places = read_devices(options.devices, ["--workers", str(options.workers)], "--workers")
+    return places[0], places
+
+
 def perform(options):
     """Do what the command line asks; returns the exit status."""
     approvals = Approvals(options.approvals, options.out)
@@ -119,10 +133,11 @@ def perform(options):
         return 0
     check_run_options(options)
     more = further_words(options.args)
+    device, places = choose_places(options)
     approvals.check_may_run(number)
     command_line.open_folder(options.out, "--out")
     given = {name: value for name, value in vars(options).items() if name in Setup.__dataclass_fields__}
-    setup = Setup(**given | {"out": approvals.folder(number), "more": more})
+    setup = Setup(**given | {"out": approvals.folder(number), "more": more, "device": device, "places": places})
     passed = run_stage(number, setup, approvals)
     print(f"stage {number}: {approvals.describe(number)}\nreport: {approvals.folder(number) / 'report.md'}")
     return 0 if passed else 1

@@ -90,8 +90,8 @@ def fake(tmp_path, monkeypatch):
 
 
 def test_a_comparison_alternates_and_reports(fake, tmp_path, monkeypatch):
-    calls, run_training = [], runner.run_training
-    monkeypatch.setattr(runner, "run_training", lambda *a: calls.append(a) or run_training(*a))
+    calls, training = [], runner.training
+    monkeypatch.setattr(runner, "training", lambda *a: calls.append(a) or training(*a))
     a, b = Side.parse("A", ""), Side.parse("B", "X=1 --fast-loss")
     runs = ab_compare.compare(fake, a, b, tmp_path / "ab", repeats=2, seed=5)
     assert [call[1].name for call in calls] == ["A1", "B1", "B2", "A2"]
@@ -159,7 +159,7 @@ def side_of(tmp_path, a="", b="--fast", base="--epochs 2", *more):
     ],
 )
 def test_a_command_that_makes_no_sense_is_refused_before_anything_runs(sides, message, tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "run_training", lambda *a, **k: pytest.fail("runs"))
+    monkeypatch.setattr(runner, "training", lambda *a, **k: pytest.fail("runs"))
     with pytest.raises(ValueError, match=message):
         ab_compare.main(side_of(tmp_path, **sides))
     assert not (tmp_path / "ab").exists()
@@ -177,7 +177,7 @@ def test_a_command_that_makes_no_sense_is_refused_before_anything_runs(sides, me
     ],
 )
 def test_numbers_and_folders_of_the_comparison_itself(words, message, tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "run_training", lambda *a, **k: pytest.fail("runs"))
+    monkeypatch.setattr(runner, "training", lambda *a, **k: pytest.fail("runs"))
     with pytest.raises(ValueError, match=message):
         ab_compare.main(side_of(tmp_path, "", "--fast", "--epochs 2", *words))
 

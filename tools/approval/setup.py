@@ -3,12 +3,11 @@
 import io
 import re
 import shlex
-import threading
 import time
 import traceback
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -56,7 +55,7 @@ class Setup:
     repeats: int = 1
     epochs: int = 6
     all_combinations: bool = False
-    at_once: int = 1  # runs of stage 6 that are not timed
+    places: list = field(default_factory=lambda: [None])  # devices of the runs of stage 6 that are not timed
     more: tuple = ()  # further words of every command line
     findings: list = field(default_factory=list)
     measured: dict = field(default_factory=dict)  # {row: {column: number}}
@@ -73,11 +72,15 @@ class Setup:
                 self.hyp = str(runner.write_hyp(base, {"loss_ota": 1, "lr0": 0.003}, self.out / "hyp.yaml"))
         self.hyp = self.hyp or "data/hyp.scratch.tiny.yaml"
 
-    def arguments(self, epochs, *flags, small=True):
-        """A command line of train.py (words) with the same data, model and --seed for every run."""
+    def arguments(self, epochs, *flags, small=True, device=None):
+        """A command line of train.py (words) with the same data, model and --seed for every run.
+
+        It trains on `device` instead of that of the setup.
+        """
+        device = self.device if device is None else device
         words = ["--data", self.data, "--cfg", self.cfg, "--hyp", self.hyp, "--weights", "", "--img", self.img,
                  "--batch-size", self.batch_size, "--workers", self.workers, "--epochs", epochs, "--seed", 0,
-                 "--noautoanchor", "--device", self.device, *self.more, *flags]  # fmt: skip
+                 "--noautoanchor", "--device", device, *self.more, *flags]  # fmt: skip
         if self.subset and small:
             words += ["--subset-size", self.subset]
         return list(map(str, words))
@@ -93,7 +96,7 @@ class Setup:
     def train(self, name, *flags, epochs=2, environment=None):
         """A training run, which has to reach its end and leave no process behind; its numbers go to `measured`."""
         before = children()
-        run = self._run(name, flags, environment, epochs)
+        run = runner.at_once([self._run(name, flags, environment, epochs)])[0]
         if children() - before:
             raise Failed(f"{' '.join(flags)}: processes were left behind")
         self.measured[name] = {
@@ -104,30 +107,24 @@ class Setup:
         return run
 
     def train_all(self, variants, epochs):
-        """A Run for each of `variants` (name, flags, environment), `at_once` of them at a time.
+        """A Run for each of `variants` (name, flags, environment), one at a time in each of `places`.
 
         Runs that share the machine say nothing about speed, so only single ones go to `measured`.
         """
-        if self.at_once == 1:
+        if len(self.places) == 1:
             return [self.train(name, *flags, epochs=epochs, environment=more) for name, flags, more in variants]
         before, order = children(), sorted(range(len(variants)), key=lambda k: not variants[k][2])  # compiling is slow
-        stop = threading.Event()
-        with ThreadPoolExecutor(self.at_once) as pool:
-            try:
-                runs = pool.map(lambda k: self._run(*variants[k], epochs, stop), order)
-                done = dict(zip(order, runs, strict=True))
-            finally:  # after a failure or an interruption nobody waits for the others
-                stop.set()
-                pool.shutdown(wait=False, cancel_futures=True)
+        runs = runner.spread([partial(self._run, *variants[k], epochs) for k in order], self.places)
+        done = dict(zip(order, runs, strict=True))
         if children() - before:
             raise Failed("processes were left behind")
         return [done[k] for k in range(len(variants))]
 
-    def _run(self, name, flags, environment, epochs, stop=None):
-        print(f"    {name}\n", end="", flush=True)  # in one piece, for other threads print, too
-        run = runner.run_training(
-            self.arguments(epochs, *flags), self.folder_of(name), None, TIMEOUT * self.at_once, environment, stop=stop
-        )
+    def _run(self, name, flags, environment, epochs, device=None):
+        print(f"    {name}", flush=True)
+        words = self.arguments(epochs, *flags, device=device)
+        limit = TIMEOUT * len(self.places)
+        run = yield from runner.training(words, self.folder_of(name), None, limit, environment)
         if not run.completed or len(run.rows) != epochs:
             raise Failed(f"{' '.join(flags) or 'no flag'}: {run.message or 'rows are missing'}; see {run.folder}")
         self.curves[name] = run.rows

@@ -5,6 +5,7 @@ A restart needs no data base: a new study is told what has ended, from the table
 
 import logging
 import math
+import warnings
 
 from tools.experiments.runner import MAP50
 
@@ -13,7 +14,9 @@ INSTALL = "--sampler tpe needs Optuna, which is not installed: pip install optun
 
 
 class OptunaSampler:
-    """`num_trials` trials from `space` (see trials.read_space); ValueError when Optuna is missing."""
+    """`num_trials` trials from `space` (see overrides.read_space); ValueError when Optuna is missing."""
+
+    errors: tuple = ()  # what the storage of a search may raise
 
     def __init__(self, space, num_trials, seed=0):
         try:
@@ -21,7 +24,9 @@ class OptunaSampler:
         except ImportError as error:
             raise ValueError(INSTALL) from error
         optuna.logging.set_verbosity(optuna.logging.WARNING)
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         self.optuna, self.num_trials, self.seed, self.study = optuna, num_trials, seed, None
+        self.running, self.reported = {}, {}  # {trial_id: trial of Optuna, number of epochs that it was told}
         self.space = {name: self._distribution(**entry) for name, entry in space.items()}
 
     def __len__(self):
@@ -39,28 +44,34 @@ class OptunaSampler:
         """How a message calls a trial."""
         return f"trial {trial_id}"
 
-    def begin(self, trial_id, table):
-        """The overrides of the next trial; None when it has ended already."""
-        if trial_id in table.trials:
-            return None
-        if self.study is None:
-            self._start(table)
-        interrupted = table.unfinished(trial_id)
-        if interrupted is not None and interrupted.keys() == self.space.keys():
-            self.study.enqueue_trial(interrupted)
-        self.trial = self.study.ask(self.space)
-        return dict(self.trial.params)
+    def draws(self, table):
+        """(trial_id, overrides) of every trial that has not ended, drawn when it is asked for."""
+        for trial_id in range(self.num_trials):
+            if trial_id in table.trials:
+                continue
+            if self.study is None:
+                self._start(table)
+            interrupted = table.unfinished(trial_id)
+            if interrupted is not None and interrupted.keys() == self.space.keys():
+                self.study.enqueue_trial(interrupted)
+            self.running[trial_id] = trial = self.study.ask(self.space)
+            yield trial_id, dict(trial.params)
 
-    def is_hopeless(self, rows):
-        """The reason to end the running trial after an epoch, if its mAP@.5 is below the median of the others."""
-        score, epoch = rows[-1].get(MAP50, 0.0), len(rows) - 1
-        self.trial.report(score, epoch)
-        hopeless = self.trial.should_prune()
+    def each_round(self):
+        """Called several times a second as long as trials run."""
+
+    def is_hopeless(self, trial_id, rows):
+        """The reason to end a running trial after an epoch, if its mAP@.5 is below the median of the others."""
+        trial, score, epoch = self.running[trial_id], rows[-1].get(MAP50, 0.0), len(rows) - 1
+        for step in range(self.reported.get(trial_id, 0), len(rows)):
+            trial.report(rows[step].get(MAP50, 0.0), step)
+        self.reported[trial_id] = len(rows)
+        hopeless = trial.should_prune()
         return f"mAP@.5 {score:.4f} after epoch {epoch} is below the median of the others" if hopeless else None
 
     def end(self, trial):
-        """Tell the study what came of the trial that `begin` gave."""
-        self.study.tell(self.trial, **self._outcome(trial))
+        """Tell the study what came of a trial that `draws` gave."""
+        self.study.tell(self.running.pop(trial.trial_id), **self._outcome(trial))
 
     def _outcome(self, trial):
         """Value and state of a trial that has ended, as Optuna calls them."""
@@ -71,14 +82,18 @@ class OptunaSampler:
 
     def _start(self, table):
         """A study that knows the trials that have ended; another seed, or it would draw the same ones again."""
-        sampler = self.optuna.samplers.TPESampler(seed=self.seed + len(table.trials))
-        pruner = self.optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=1)
-        self.study = self.optuna.create_study(direction="maximize", sampler=sampler, pruner=pruner)
+        self.study = self._study(self.seed + len(table.trials))
         for trial_id, trial in sorted(table.trials.items()):
             try:
                 self.study.add_trial(self._frozen(trial))
             except (ValueError, StopIteration):  # the space was another one then
                 logger.warning("%s: trial %d lies outside of the space, and is not learned from", table.path, trial_id)
+
+    def _study(self, seed, **where):
+        # Several trials run at a time: without the constant liar they would all be drawn near the same best one.
+        sampler = self.optuna.samplers.TPESampler(seed=seed, constant_liar=True)
+        pruner = self.optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=1)
+        return self.optuna.create_study(direction="maximize", sampler=sampler, pruner=pruner, **where)
 
     def _frozen(self, trial):
         outcome = self._outcome(trial)

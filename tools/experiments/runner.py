@@ -8,13 +8,14 @@ import signal
 import statistics
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -26,7 +27,7 @@ from utils.system.folder_lock import check_free
 TRAIN = [sys.executable, str(PROJECT_ROOT / "train.py")]
 LOG = "output.log"  # in the run folder: what the process printed
 MAP50, LOSS = "metrics/mAP_0.5", "train/total_loss"  # columns of results.csv
-TIMED_OUT, NOT_WANTED = "timed out", "nobody waits for it any more"
+TIMED_OUT = "timed out"
 POLL = 0.2  # seconds between two looks at a process
 CHILD = {"OMP_WAIT_POLICY": "PASSIVE"}  # threads that wait sleep: the workers of the loader need the cores
 GRACE = 15  # seconds that a process is given to end when it is asked to
@@ -82,15 +83,24 @@ def run_training(
     on_epoch: Callable[[list[dict]], str | None] | None = None,
     timeout: float | None = None,
     environment: dict[str, str] | None = None,
-    stop: threading.Event | None = None,
 ) -> FinishedRun:
     """Train with the command line `arguments` into `folder`, wait for the end, and return the FinishedRun.
 
     `on_epoch(rows)` is called whenever an epoch is complete; what it returns, if anything, is the reason to stop the
     run. After `timeout` seconds the run is stopped and counts as failed. `environment` adds variables. With everything
-    that ends this function, an interruption included, the process and its workers end too; in another thread than the
-    main one, which no interruption reaches, they end when `stop` (an Event) is set.
+    that ends this function, an interruption included, the process and its workers end too.
     """
+    return at_once([training(arguments, folder, on_epoch, timeout, environment)])[0]
+
+
+def training(
+    arguments: Sequence,
+    folder: str | Path,
+    on_epoch: Callable[[list[dict]], str | None] | None = None,
+    timeout: float | None = None,
+    environment: dict[str, str] | None = None,
+) -> Generator[subprocess.Popen, None, FinishedRun]:
+    """`run_training` for `at_once`: yields the process as long as it runs, and returns the FinishedRun."""
     folder = Path(folder)
     check_free(folder, "end it")
     folder.mkdir(parents=True, exist_ok=True)
@@ -109,7 +119,7 @@ def run_training(
         )  # fmt: skip
         try:
             with ResourceMonitor(process.pid, interval=1.0, memory=True) as monitor:
-                reason = wait_for_end(process, folder, on_epoch, timeout and started + timeout, stop)
+                reason = yield from wait_for_end(process, folder, on_epoch, timeout and started + timeout)
         finally:
             end_group(process)
     run = FinishedRun(folder, "completed", seconds=time.monotonic() - started, usage=monitor.usage())
@@ -125,31 +135,81 @@ def run_training(
     return run
 
 
-def wait_for_end(process, folder, on_epoch, deadline, stop):
-    """Wait for a training process; why it has to be stopped, or "" when it ended by itself."""
+def wait_for_end(process, folder, on_epoch, deadline):
+    """Yield until a training process has ended; returns why it has to be stopped, or "" when it ended by itself."""
     num_rows = len(read_rows(folder))
     while process.poll() is None:
         if deadline and time.monotonic() > deadline:
             return TIMED_OUT
-        if stop and stop.is_set():
-            return NOT_WANTED
         rows = read_rows(folder) if on_epoch else []
         if len(rows) > num_rows and (reason := on_epoch(rows)):
             return reason
         num_rows = len(rows)
-        time.sleep(POLL)
+        yield process
     return ""
+
+
+def at_once(works: Iterable[Generator[Any, None, Any]], each_round: Callable[[], object] = lambda: None) -> list:
+    """Go on with all generators of `works` in turns until each has ended; returns what they returned, in their order.
+
+    They yield the process that they wait for, or None. `each_round()` is called between two rounds. With everything
+    that ends this function, all processes end: they are asked together, not one after another. One thread does it all,
+    so nothing needs a lock, and an interruption reaches everything.
+    """
+    works = list(works)
+    results: dict[int, Any] = {}
+    processes: dict[int, subprocess.Popen | None] = {}
+    with ExitStack() as on_the_way_out:
+        for work in works:
+            on_the_way_out.callback(work.close)  # does nothing where it has ended
+        on_the_way_out.callback(ask_to_end, processes)
+        while len(results) < len(works):
+            for index, work in enumerate(works):
+                if index not in results:
+                    try:
+                        processes[index] = next(work)
+                    except StopIteration as end:
+                        results[index], processes[index] = end.value, None
+            each_round()
+            if len(results) < len(works):
+                time.sleep(POLL)
+    return [results[index] for index in range(len(works))]
+
+
+def ask_to_end(processes):
+    """Ask the processes of {anything: process or None} to end, and wait for none."""
+    for process in processes.values():
+        if process:
+            process.terminate()
+
+
+def spread(jobs: Iterable[Callable[[str | None], Generator[Any, None, Any]]], devices: Sequence[str | None]) -> list:
+    """Do `jobs`, each a function of a device that gives a generator for `at_once`, where a device is free.
+
+    Returns what the generators returned, in the order of the jobs. One that raises ends the others.
+    """
+    waiting, results = deque(enumerate(jobs)), {}
+
+    def work(device):
+        while waiting:
+            index, job = waiting.popleft()
+            results[index] = yield from job(device)
+
+    at_once([work(device) for device in devices])
+    return [results[index] for index in sorted(results)]
 
 
 def end_group(process):
     """End a process that leads a session: it is asked first; what is left of it and its workers is killed."""
-    if process.poll() is None:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE)
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    try:
+        if process.poll() is None:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
+    finally:  # after a second Ctrl-C as well
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def read_rows(folder: str | Path) -> list[dict[str, float]]:
@@ -222,11 +282,16 @@ def machine():
     return {
         "commit": current_commit(),
         "GPU": gpu_name() or "none that NVML shows",
-        "CPU cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        "CPU cores": str(num_cores()),
         "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         "packages": ", ".join(versions),
         "date": time.strftime("%Y-%m-%d %H:%M"),
     }
+
+
+def num_cores():
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def current_commit():

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tools.experiments import runner
+from tools.experiments.devices import on_device
 from tools.experiments.overrides import trial_arguments, trial_options
 from tools.experiments.runner import LOSS, MAP50
 from utils.config.limits import SHARE, at_least
@@ -61,21 +62,28 @@ class TrialTable:
         self.trials = {}
 
     @classmethod
-    def open(cls, output_dir, settings, fresh=False):
+    def open(cls, output_dir, settings, fresh=False, share=False):
         """Continue the newest table in `output_dir` that was made with these settings, or begin one.
 
-        This process owns it then. Raises ValueError when another one does, or the table is damaged.
+        This process owns it then. Raises ValueError when another one does (with `share` that one is passed over), or
+        the table is damaged.
         """
-        tables = sorted(Path(output_dir).glob("trials_*.csv"), reverse=True)
+        tables, is_other = sorted(Path(output_dir).glob("trials_*.csv"), reverse=True), True
         for path in tables if not fresh else ():
             if _agree(_read_json(path.with_suffix(".json")), settings):
                 table = cls(path, settings)
                 table.folder.mkdir(exist_ok=True)
-                own(table.folder, "choose another --output-dir, or begin anew with --fresh")
+                try:
+                    own(table.folder, "choose another --output-dir, or begin anew with --fresh")
+                except ValueError:
+                    if not share:
+                        raise
+                    is_other = False
+                    continue
                 table._load()
                 logger.info("continuing %s: %d trials have ended", path, len(table.trials))
                 return table
-        if tables and not fresh:
+        if tables and is_other and not fresh:
             logger.warning("%s was made with other arguments or files; a new table is begun", tables[0])
         table = cls(_new_table(Path(output_dir)), settings)
         own(table.folder, "choose another --output-dir")
@@ -147,7 +155,7 @@ class TrialTable:
         if trial_id < 0 or status not in STATUSES:
             raise ValueError(f"trial {trial_id} with the status {shown(status)}")
         params = {name[6:]: value for name, value in row.items() if name.startswith("param_") and value != ""}
-        curve = [epoch.get(MAP50, math.nan) for epoch in runner.read_rows(self.folder_of(trial_id))]
+        curve = curve_of(runner.read_rows(self.folder_of(trial_id)))
         final_map, final_loss, seconds = (
             float(row[name]) if row[name] else None for name in ("final_map", "final_loss", "seconds")
         )
@@ -204,17 +212,18 @@ def _new_table(folder):
 
 
 class Elimination:
-    """Ends a trial whose mAP@.5 after an epoch is more than `threshold` below the best of the earlier trials there.
+    """Ends a trial whose mAP@.5 after an epoch is more than `threshold` below the best of the other trials there.
 
-    The first `grace` epochs end nobody. Epochs that are not validated repeat the mAP before them, for all alike.
+    `curves()` are those of the trials that have ended and of those that run now. The first `grace` epochs end nobody.
+    Epochs that are not validated repeat the mAP before them, for all alike.
     """
 
     def __init__(self, threshold, curves, grace=1):
-        self.threshold, self.curves, self.grace = threshold, list(curves), grace
+        self.threshold, self.curves, self.grace = threshold, curves, grace
 
     def __call__(self, rows):
         epoch = len(rows) - 1
-        rivals = [curve[epoch] for curve in self.curves if len(curve) > epoch]
+        rivals = [curve[epoch] for curve in self.curves() if len(curve) > epoch]
         if self.threshold is None or len(rows) <= self.grace or not rivals:
             return None
         behind = max(rivals) - rows[-1].get(MAP50, 0.0)
@@ -223,11 +232,12 @@ class Elimination:
         return f"mAP@.5 {rows[-1].get(MAP50, 0.0):.4f} after epoch {epoch} is {behind:.4f} below the best trial's"
 
 
-def run_trial(table, trial_id, params, base, budget, checks, where="trial"):
+def run_trial(table, trial_id, params, base, budget, checks, where="trial", device=None):
     """Run a trial, or continue it where an interruption left it, and add it to the table; returns the Trial.
 
-    Each of `checks` is called with the rows of results.csv after an epoch and may give a reason to eliminate the trial.
-    A trial that cannot be has failed; its message begins with `where`.
+    A generator for `runner.at_once`. Each of `checks` is called with the rows of results.csv after an epoch and may
+    give a reason to eliminate the trial. A trial that cannot be has failed; its message begins with `where`. `device`
+    is where it trains, None leaves that to the command line.
     """
     try:
         words, _ = trial_options(base, params, budget, where)
@@ -243,18 +253,23 @@ def run_trial(table, trial_id, params, base, budget, checks, where="trial"):
     epochs = train_parser().parse_args(words).epochs
 
     def watch(rows):
-        if len(rows) >= epochs:
-            return None  # it is about to end by itself
-        return next((reason for check in checks if (reason := check(rows))), None)
+        reasons = [reason for check in checks if (reason := check(rows))]
+        return reasons[0] if reasons and len(rows) < epochs else None  # else it is about to end by itself
 
-    run = runner.run_training(resumed or trial_arguments(base, params, budget, folder), folder, watch)
+    words = on_device(resumed or trial_arguments(base, params, budget, folder), device)
+    run = yield from runner.training(words, folder, watch)
     status = {"completed": "completed", "stopped": "eliminated", "failed": "failed"}[run.status]
     if run.completed and not run.rows:
         status, run.message = "failed", "the run left no results"
-    curve = [row.get(MAP50, math.nan) for row in run.rows]
-    trial = Trial(trial_id, params, status, run.last(MAP50), run.last(LOSS), before + run.seconds, curve, run.message)
+    trial = Trial(trial_id, params, status, run.last(MAP50), run.last(LOSS), before + run.seconds, curve_of(run.rows),
+                  run.message)  # fmt: skip
     table.add(trial)
     return trial
+
+
+def curve_of(rows):
+    """The mAP@.5 of each epoch of results.csv; nan where it is missing."""
+    return [row.get(MAP50, math.nan) for row in rows]
 
 
 # ---- the end ---------------------------------------------------------------------------------------------------------

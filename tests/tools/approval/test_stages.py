@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -375,26 +374,41 @@ def test_a_wrong_command_is_refused_before_any_check(words, message, tool, tmp_p
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("at_once", [1, 3])
-def test_runs_of_stage_6_side_by_side(at_once, tmp_path, monkeypatch):
+@pytest.mark.parametrize("places", [[None], ["cpu", "0", "0"]])
+def test_runs_of_stage_6_side_by_side(places, tmp_path, monkeypatch):
     """Runs come back in their order; only those that had the machine to themselves tell of its speed."""
-    at_work, most = [], []
+    at_work, most, devices = [], [], []
 
-    def train(arguments, folder, *rest, **more):
+    def train(arguments, folder, *rest):
         at_work.append(folder)
-        most.append(len(at_work))
-        time.sleep(0.1 if "--fast" in arguments else 0.3)
+        devices.append(arguments[arguments.index("--device") + 1])
+        for _ in range(1 if "--fast" in arguments else 3):
+            most.append(len(at_work))
+            yield None
         at_work.remove(folder)
         return runner.FinishedRun(folder, "completed", rows=[{"epoch": 0, runner.LOSS: 1.0}])
 
-    monkeypatch.setattr(runner, "run_training", train)
-    setup = Setup(tmp_path, "data.yaml", at_once=at_once)
+    monkeypatch.setattr(runner, "training", train)
+    monkeypatch.setattr(runner, "POLL", 0.0)
+    setup, is_alone = Setup(tmp_path, "data.yaml", device="7", places=places), len(places) == 1
     variants = [("no flag", [], {}), ("fast", ["--fast"], {}), ("compiled", [], {"USE_COMPILE": "1"})]
     runs = setup.train_all(variants, epochs=1)
     assert [run.folder.name for run in runs] == ["no_flag", "fast", "compiled"]
-    assert max(most) == at_once and list(setup.measured) == (["no flag", "fast", "compiled"] if at_once == 1 else [])
+    assert max(most) == len(places) and devices == (["7"] * 3 if is_alone else places)
+    assert list(setup.measured) == (["no flag", "fast", "compiled"] if is_alone else [])
     with pytest.raises(Failed, match="rows are missing"):
         setup.train_all(variants, epochs=2)
+
+
+def test_where_stage_6_trains():
+    def places(*words):
+        return approve.choose_places(approve.parse(["run", "6", "--workers", "0", *words]))
+
+    assert places() == ("", [""]) and places("--device", "cpu", "--at-once", "2") == ("cpu", ["cpu", "cpu"])
+    assert places("--devices", "cpu,cpu") == ("cpu", ["cpu", "cpu"])
+    for more in (["--device", "cpu"], ["--at-once", "2"]):
+        with pytest.raises(ValueError, match="drop --device and --at-once"):
+            places("--devices", "cpu", *more)
 
 
 def test_a_run_that_fails_ends_those_beside_it(tmp_path, monkeypatch):
@@ -402,7 +416,7 @@ def test_a_run_that_fails_ends_those_beside_it(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "TRAIN", [sys.executable, "tests/fake_train.py"])
     hyp = tmp_path / "hyp.yaml"
     hyp.write_text("lr0: 0.1\n")
-    setup, before = Setup(tmp_path, "data.yaml", hyp=str(hyp), workers=1, at_once=2), approval_setup.children()
+    setup, before = Setup(tmp_path, "data.yaml", hyp=str(hyp), workers=1, places=[None] * 2), approval_setup.children()
     monkeypatch.setenv("FAKE_SECONDS", "60")
     variants = [("bad", ["--batch-size", "0"], {}), *((f"slow {k}", [], {}) for k in range(5))]
     with pytest.raises(Failed, match="batch-size 0 is too small"):

@@ -2,9 +2,10 @@
 
 import math
 import os
+import subprocess
 import sys
-import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -97,11 +98,65 @@ def test_an_interruption_ends_the_run_too(tmp_path, hyp, monkeypatch):
     assert children() <= before
 
 
-def test_a_run_that_begins_after_all_were_to_stop_ends_at_once(tmp_path, hyp, monkeypatch):
+def test_several_at_once_end_together(tmp_path, hyp, monkeypatch):
+    """An interruption reaches all; none is waited for before the others are asked."""
     monkeypatch.setenv("FAKE_SECONDS", "600")
-    before, stop = children(), threading.Event()
-    stop.set()
-    assert fake(tmp_path / "one", hyp, stop=stop).status == "stopped"
+    before, rounds, seen = children(), [], []
+
+    def interrupt():
+        rounds.append(1)
+        seen[:] = children() - before
+        if len(seen) >= 6:  # three, and a worker of each
+            raise KeyboardInterrupt
+
+    works = [runner.training(["--hyp", hyp, "--workers", 1], tmp_path / name) for name in "abc"]
+    with pytest.raises(KeyboardInterrupt):
+        runner.at_once(works, interrupt)
+    assert rounds and len(seen) == 6 and children() <= before
+
+
+def test_one_that_fails_ends_the_others(tmp_path, hyp, monkeypatch):
+    monkeypatch.setenv("FAKE_SECONDS", "600")
+    before = children()
+
+    def bad():
+        yield None
+        raise ValueError("bad")
+
+    with pytest.raises(ValueError, match="bad"):
+        runner.at_once([runner.training(["--hyp", hyp], tmp_path / "one"), bad()])
+    assert children() <= before
+
+
+def test_jobs_are_spread_over_the_devices(monkeypatch):
+    monkeypatch.setattr(runner, "POLL", 0.0)
+    began = []
+
+    def job(name, rounds, device):
+        began.append((name, device))
+        for _ in range(rounds):
+            yield None
+        return name
+
+    jobs = [partial(job, name, rounds) for name, rounds in (("slow", 5), ("quick", 1), ("none", 0), ("last", 1))]
+    assert runner.spread(jobs, ["0", "1"]) == ["slow", "quick", "none", "last"]
+    assert began == [("slow", "0"), ("quick", "1"), ("none", "1"), ("last", "1")]
+    assert runner.at_once([]) == [] == runner.spread([], ["0"])
+
+
+def test_a_second_interruption_leaves_no_process(tmp_path, hyp, monkeypatch):
+    monkeypatch.setenv("FAKE_SECONDS", "600")
+    before, wait = children(), subprocess.Popen.wait
+
+    def interrupted_once(process, timeout=None):
+        monkeypatch.setattr(subprocess.Popen, "wait", wait)
+        raise KeyboardInterrupt
+
+    training = runner.training(["--hyp", hyp], tmp_path / "one")
+    next(training)
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted_once)
+    with pytest.raises(KeyboardInterrupt):
+        training.close()
     assert children() <= before
 
 

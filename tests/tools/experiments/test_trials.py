@@ -31,9 +31,11 @@ def series(tmp_path, monkeypatch):
     (tmp_path / "hyp.yaml").write_text("lr0: 0.1\nbox: 0.05\n")
 
     def run(asked, *more):
-        (tmp_path / "trials.json").write_text(json.dumps(asked))
         line = ["--base-args", f"--hyp {tmp_path / 'hyp.yaml'} --batch-size 2", "--output-dir", str(tmp_path / "out"),
-                "--budget-epochs", "5", "--trials-file", str(tmp_path / "trials.json"), *more]  # fmt: skip
+                "--budget-epochs", "5", *more]  # fmt: skip
+        if asked is not None:
+            (tmp_path / "trials.json").write_text(json.dumps(asked))
+            line[:0] = ["--trials-file", str(tmp_path / "trials.json")]
         return run_trials.run(run_trials.parse(line))
 
     return run
@@ -64,7 +66,7 @@ def test_completed_eliminated_and_failed(series):
 
 def test_a_restart_continues_where_it_stopped(series, monkeypatch, caplog):
     asked = [{"hyp.lr0": 0.2}, {"hyp.lr0": 0.1}, {"hyp.lr0": 0.15}]
-    run_training = runner.run_training
+    training = runner.training
 
     def interrupt(arguments, folder, on_epoch, **options):
         def watch(rows):
@@ -72,13 +74,13 @@ def test_a_restart_continues_where_it_stopped(series, monkeypatch, caplog):
                 raise KeyboardInterrupt
             return on_epoch(rows)
 
-        return run_training(arguments, folder, watch, **options)
+        return training(arguments, folder, watch, **options)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(runner, "run_training", interrupt)
+        patch.setattr(runner, "training", interrupt)
         series(asked)
     started = []
-    monkeypatch.setattr(runner, "run_training", lambda *a, **k: started.append(a) or run_training(*a, **k))
+    monkeypatch.setattr(runner, "training", lambda *a, **k: started.append(a) or training(*a, **k))
     caplog.set_level("INFO")
     table = series(asked)
     assert [args[1].name for args in started] == ["trial_001", "trial_002"]
@@ -95,24 +97,24 @@ def test_a_restart_continues_where_it_stopped(series, monkeypatch, caplog):
 
 def interrupted(series, monkeypatch, *asked):
     """Begin a series and end it when its first trial has two epochs."""
-    run_training = runner.run_training
+    training = runner.training
 
     def interrupt(arguments, folder, on_epoch):
         def watch(rows):
             if len(rows) >= 2:
                 raise KeyboardInterrupt
 
-        return run_training(arguments, folder, watch)
+        return training(arguments, folder, watch)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(runner, "run_training", interrupt)
+        patch.setattr(runner, "training", interrupt)
         series(list(asked))
 
 
 def commands(monkeypatch):
     """The command lines of the runs that begin from now on."""
-    run_training, started = runner.run_training, []
-    monkeypatch.setattr(runner, "run_training", lambda *a, **k: started.append(a[0]) or run_training(*a, **k))
+    training, started = runner.training, []
+    monkeypatch.setattr(runner, "training", lambda *a, **k: started.append(a[0]) or training(*a, **k))
     return started
 
 
@@ -120,7 +122,7 @@ def test_a_trial_that_was_edited_does_not_continue_the_old_one(series, monkeypat
     """Not even if it is itself interrupted before its first checkpoint."""
     interrupted(series, monkeypatch, {"hyp.lr0": 0.2})
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(runner, "run_training", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(runner, "training", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
         series([{"hyp.lr0": 0.1}])
     started = commands(monkeypatch)
     table = series([{"hyp.lr0": 0.1}])
@@ -247,7 +249,7 @@ def test_two_tables_of_one_second_have_two_folders(tmp_path, monkeypatch):
     ],
 )
 def test_a_wrong_command_is_refused_before_anything_runs(words, message, series, tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "run_training", lambda *a, **k: pytest.fail("runs"))
+    monkeypatch.setattr(runner, "training", lambda *a, **k: pytest.fail("runs"))
     with pytest.raises(ValueError, match=message):
         series([{}], *words)
     assert not (tmp_path / "out").exists()
@@ -284,12 +286,12 @@ def test_other_arguments_begin_a_new_table(tmp_path, caplog):
     ],
 )
 def test_elimination_by_hand(threshold, rows, reason):
-    check = Elimination(threshold, [[0.1, 0.2], [0.05, 0.3], []])
+    check = Elimination(threshold, lambda: [[0.1, 0.2], [0.05, 0.3], []])
     assert check([{MAP50: value} for value in rows]) == reason
 
 
 def test_elimination_without_rivals():
-    assert Elimination(0.0, [])([{MAP50: 0.0}] * 5) is None
+    assert Elimination(0.0, list)([{MAP50: 0.0}] * 5) is None
 
 
 def test_base_args_of_a_single_flag():
@@ -308,8 +310,8 @@ def test_tpe_finds_the_better_half_and_restarts(series, tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_SECONDS", "0")
     (tmp_path / "space.yaml").write_text("hyp.lr0: {low: 0.0, high: 0.1}\nadam: {choices: [true, false]}\n")
     options = ("--sampler", "tpe", "--space", str(tmp_path / "space.yaml"), "--budget-epochs", "2")
-    table = series([{}], *options, "--num-trials", "10")
-    more = series([{}], *options, "--num-trials", "14")
+    table = series(None, *options, "--num-trials", "10")
+    more = series(None, *options, "--num-trials", "14")
     assert more.path == table.path and len(more.trials) == 14
     rates = [float(trial.params["hyp.lr0"]) for _, trial in sorted(more.trials.items())]
     assert len(set(rates)) == 14
@@ -325,9 +327,9 @@ def test_tpe_prunes_below_the_median():
     for number in range(5):
         table.trials[number] = Trial(number, {"hyp.lr0": "0.5"}, "completed", 0.5, 1.0, 1.0, [0.1, 0.4, 0.5])
     table.trials[5] = Trial(5, {"hyp.lr0": "0.5"}, "failed", math.nan, None, 1.0, [math.nan])
-    assert source.begin(4, table) is None
-    assert 0 <= source.begin(6, table)["hyp.lr0"] <= 1
-    assert source.is_hopeless([{MAP50: 0.0}]) is None
-    assert "below the median" in source.is_hopeless([{MAP50: 0.0}, {MAP50: 0.1}])
+    number, params = next(source.draws(table))
+    assert number == 6 and 0 <= params["hyp.lr0"] <= 1
+    assert source.is_hopeless(6, [{MAP50: 0.0}]) is None
+    assert "below the median" in source.is_hopeless(6, [{MAP50: 0.0}, {MAP50: 0.1}])
     source.end(Trial(6, {}, "eliminated", 0.1, 1.0, 1.0))
     assert [trial.state.name for trial in source.study.trials] == ["COMPLETE"] * 5 + ["FAIL", "PRUNED"]
