@@ -107,6 +107,45 @@ def test_a_comparison_alternates_and_reports(fake, tmp_path, monkeypatch):
     assert (tmp_path / "ab" / "ab.png").stat().st_size > 20_000
 
 
+@pytest.fixture
+def pretended(monkeypatch):
+    """Trainings without processes; [(folder, device, folders of those that run beside it)]. A takes longer than B."""
+    log, at_work = [], []
+
+    def training(arguments, folder, *rest):
+        at_work.append(folder.name)
+        log.append((folder.name, arguments[-1], at_work[:-1]))
+        for _ in range(3 if folder.name.startswith("A") else 1):
+            yield None
+        at_work.remove(folder.name)
+        return runner.FinishedRun(folder, "completed", rows=[{"epoch": 0, runner.MAP50: 0.5, runner.LOSS: 1.0}])
+
+    monkeypatch.setattr(runner, "training", training)
+    monkeypatch.setattr(runner, "POLL", 0.0)
+    return log
+
+
+def test_pairs_on_several_devices(pretended, tmp_path, monkeypatch, capsys):
+    """Both runs of a pair have the same device, one after another; the report says what the rates are."""
+    ab_compare.main(side_of(tmp_path, "", "--adam", "--epochs 1 --workers 0", "--repeats", "3", "--devices", "cpu,cpu"))
+    assert max(len(beside) for *_, beside in pretended) == 1
+    assert all({folder[1] for folder in beside}.isdisjoint(name[1]) for name, _, beside in pretended)
+    fact = "rates: measured side by side, 2 runs at a time on cpu,cpu"
+    assert fact in capsys.readouterr().out and f"- {fact}" in (tmp_path / "ab" / "report.md").read_text()
+
+
+def test_the_runs_of_a_pair_side_by_side(pretended, tmp_path):
+    """They change devices from pair to pair, and the quicker one waits for the other."""
+    a, b = Side.parse("A", ""), Side.parse("B", "--adam")
+    runs = ab_compare.compare(["--epochs", "1"], a, b, tmp_path, 2, 0, None, ["0", "1"], side_by_side=True)
+    assert pretended == [("A1", "0", []), ("B1", "1", ["A1"]), ("A2", "1", []), ("B2", "0", ["A2"])]
+    assert [run.folder.name for side in runs.values() for run in side] == ["A1", "A2", "B1", "B2"]
+
+
+def test_runs_one_after_another_share_nothing():
+    assert ab_compare.sharing([None], False, 3) == {} == ab_compare.sharing(["0", "1"], False, 1)
+
+
 def test_a_failed_run_ends_the_comparison(fake, tmp_path):
     with pytest.raises(
         ValueError, match=r"B \(--batch-size 0\) failed: --batch-size 0 is too small.*; see .*output.log"
@@ -120,9 +159,9 @@ def test_unknown_flags_are_refused_before_anything_runs(tmp_path):
     assert not (tmp_path / "ab").exists()
 
 
-def side_of(tmp_path, a="", b="--fast", base="--epochs 2", *more):
+def side_of(tmp_path, a="", b="--fast", base="--epochs 2", *words, more=()):
     """Command line of a comparison in `tmp_path`."""
-    return ab_compare.parse(["--args", base, "--a", a, "--b", b, "--out", str(tmp_path / "ab"), *more])
+    return ab_compare.parse(["--args", base, "--a", a, "--b", b, "--out", str(tmp_path / "ab"), *words, *more])
 
 
 @pytest.mark.parametrize(
@@ -131,6 +170,7 @@ def side_of(tmp_path, a="", b="--fast", base="--epochs 2", *more):
         ({"base": "--evolve 1"}, "--args: --evolve cannot be given here: a search is many trainings"),
         ({"base": "--epochs 2 --resume"}, "--args: --resume cannot be given here"),
         ({"a": "--resume x/last.pt"}, "--a: --resume cannot be given here"),
+        ({"b": "--device cpu", "more": ["--devices", "cpu"]}, "--device cannot be given together with --devices"),
         ({"b": "--evo"}, "--b: --evolve cannot be given here"),
         ({"b": "--name x"}, "--b: --name cannot be given here: the tool says where its runs lie"),
         ({"a": "--project x"}, "--a: --project cannot be given here"),
@@ -173,6 +213,9 @@ def test_a_command_that_makes_no_sense_is_refused_before_anything_runs(sides, me
         (["--timeout", "nan"], "--timeout nan is not usable"),
         (["--seed", "-1"], "--seed -1 is too small"),
         (["--seed", str(2**63 - 1)], "--seed of the last pair 9223372036854775809 is too large"),
+        (["--side-by-side"], "--side-by-side needs two --devices, such as --devices 0,1"),
+        (["--side-by-side", "--devices", "cpu,cpu,cpu"], "--side-by-side needs two --devices"),
+        (["--devices", "x"], "'x' is no device"),
         (["--out", "/dev/null/x"], "/dev/null is a file.*choose another --out"),
     ],
 )
