@@ -90,8 +90,9 @@ def test_a_graph_needs_the_other_two(caplog):
 
 @pytest.mark.parametrize(
     ("flags", "facts", "reason"),
-    [(("--multi-scale",), {}, "multi-scale"), (("--adam",), {}, "SGD has"), (("--sync-bn",), {"world_size": 2}, "sync-bn"),
-     (("--device", "0,1"), {}, "several GPUs"), ((), {"device_name": "cpu"}, "no CUDA device")],
+    [(("--multi-scale",), {}, "multi-scale"), (("--adam",), {}, "SGD has"),
+     (("--sync-bn",), {"world_size": 2}, "sync-bn"), (("--device", "0,1"), {}, "several GPUs"),
+     ((), {"device_name": "cpu"}, "no CUDA device")],
 )  # fmt: skip
 def test_a_graph_that_cannot_be_is_a_warning(flags, facts, reason, caplog):
     device = facts.pop("device_name", "cuda")
@@ -134,8 +135,14 @@ def test_an_interval_without_the_step_is_a_warning(caplog):
 
 @pytest.mark.parametrize(
     ("facts", "reason"),
-    [({"world_size": 2}, None), ({"world_size": 2, "device": "0,1"}, None), ({"device": "0,1"}, "several GPUs"),
-     ({"world_size": 2, "sync_bn": True}, "sync-bn"), ({"world_size": 2, "adam": True}, "wrapped"), ({}, None)],
+    [
+        ({"world_size": 2}, None),
+        ({"world_size": 2, "device": "0,1"}, None),
+        ({"device": "0,1"}, "several GPUs"),
+        ({"world_size": 2, "sync_bn": True}, "sync-bn"),
+        ({"world_size": 2, "adam": True}, "wrapped"),
+        ({}, None),
+    ],
     ids=["processes", "named GPUs", "GPUs", "sync-bn", "adam", "one"],
 )
 def test_fused_kernels_are_for_a_bare_model(facts, reason, monkeypatch, caplog):

@@ -58,8 +58,8 @@ class Exchange(Alone):
             with self.watch.exchange("a first number"):
                 found = self._differ([1])
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ValueError(f"the processes cannot exchange data: {exchange_advice(self.device)} ({reason})") from error
+            advice, reason = exchange_advice(self.device), str(error).strip().splitlines()[0]
+            raise ValueError(f"the processes cannot exchange data: {advice} ({reason})") from error
         assert not any(found)
 
     def begin_epoch(self, trainer):

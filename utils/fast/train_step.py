@@ -78,20 +78,13 @@ class FastSteps:
 
     def end_epoch(self) -> list[float]:
         if self.average:
-            (_, buffers), (_, averaged_buffers) = self.average.current, self.average.averages
-            self.exchange.end_epoch([buffers, averaged_buffers], self.state())
+            state = self.average.state()
+            if self.sgd:
+                state["momentum"] = self.sgd.momentum
+            if self.trainer.scaler.is_enabled():
+                state["loss scale"] = self.trainer.scaler._scale
+            self.exchange.end_epoch(self.average.buffers(), state)
         return self.trainer.end_epoch()
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """What has to be the same in all processes after a step, as flat tensors by name."""
-        state = {}
-        for name, pair in (("weights", self.average.current), ("moving average", self.average.averages)):
-            state |= {name: pair[0], f"statistics of the {name}": pair[1]}
-        if self.sgd:
-            state["momentum"] = self.sgd.momentum
-        if self.trainer.scaler.is_enabled():
-            state["loss scale"] = self.trainer.scaler._scale
-        return state
 
     def scalars(self) -> dict[str, float]:
         """How often losses were read back so far and what was waited for them, {tag: value} for the event file."""
@@ -146,14 +139,15 @@ class FastSteps:
 
     def update(self) -> None:
         """SGD with the gradients collected, then the moving average."""
-        trainer = self.trainer
+        trainer, average = self.trainer, self.average
+        assert average is not None
         if self.sgd:
             self.sgd.step(self.numbers[:-1])
         else:
             trainer.scaler.step(trainer.optimizer)
             trainer.scaler.update()
             trainer.optimizer.zero_grad()
-        self.average.move(self.numbers[-1])  # after the step: it averages the new weights
+        average.move(self.numbers[-1])  # after the step: it averages the new weights
 
     def _send_numbers(self):
         """Send the numbers of the coming update to the device."""

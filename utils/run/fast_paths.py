@@ -46,7 +46,7 @@ class Paths:
     batches: Callable = batches.plain  # (loader, device) -> Batch after Batch
     losses: Callable = losses_by_epoch  # (model, epochs) -> function of the epoch that names its loss, validation loss
     forward: Callable[[nn.Module], nn.Module] = itself  # model -> what training calls: other code over the same tensors
-    data_parallel: Callable = distributed.data_parallel  # (model, device, ranks, devices, sync_bn) -> called by training
+    data_parallel: Callable = distributed.data_parallel  # (model, device, ranks, devices, sync_bn) -> model
     compile: Callable[[nn.Module, Callable], None] = stays_eager  # (model, what is told the seconds it took); in place
     steps: Callable[[Trainer], Any] = itself  # trainer -> what makes its steps, by the methods of Trainer
     evaluate: Callable = evaluate  # scores the epochs before the last, which are not drawn
