@@ -52,7 +52,7 @@ def _child(body, folder, rank, count, port):
     file = os.open(folder / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for descriptor in (1, 2):
         os.dup2(file, descriptor)
-    sys.stdout, sys.stderr = (open(descriptor, "w", buffering=1) for descriptor in (1, 2))  # noqa: SIM115
+    sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1) for descriptor in (1, 2))
     status = 0
     try:
         distributed.start_processes(distributed.read_ranks(), torch.device("cpu"))

@@ -69,19 +69,19 @@ def row(variant, rate, **more):
     usage = {"rate": rate, "steps": 10, "seconds": 2.0, "gpu": None, "main_cores": 0.5, "worker_cores": 3.0}
     phases = {"device_ms": {"data": 1.5, "forward": 40.0}, "host_ms": {}}
     stages = {"end to end": usage, "resident": usage | {"rate": 2 * rate}, "phases": phases}
-    return {"job": "tiny64", "img": 320, "batch": 64, "variant": variant} | stages | more
+    return {"job": "tiny64", "img": 320, "batch": 64, "variant": variant, "cards": 1} | stages | more
 
 
 def test_table_and_files(tmp_path):
-    rows = [row("off", 90.0), {"job": "tiny64", "img": 320, "batch": 64, "variant": "--x", "error": "it | broke"},
-            row("--fast", 4600.0, memory_gb=12.34)]  # fmt: skip
+    failed = {"job": "tiny64", "img": 320, "batch": 64, "variant": "--x", "cards": 1, "error": "it | broke"}
+    rows = [row("off", 90.0), failed, row("--fast", 4600.0, memory_gb=12.34)]  # fmt: skip
     files = profile.write(rows, SimpleNamespace(device="cpu"), tmp_path)
     assert sorted(files) == sorted(path.name for path in tmp_path.iterdir())
     lines = (tmp_path / "table.md").read_text().splitlines()
     assert lines[0].startswith("CPU, wall clock")
     assert lines[2].endswith("| ms/step | data | forward |")
-    assert lines[4] == "| tiny64, batch 64 | `off` | 90 | 10 | 180 | - | 0.50 | 3.0 | - | 200.0 | 1.5 | 40.0 |"
-    assert lines[5] == "| tiny64, batch 64 | `--x` | it / broke |"
+    assert lines[4] == "| tiny64, batch 64 | `off` | 1 | 90 | - | 10 | 180 | - | 0.50 | 3.0 | - | 200.0 | 1.5 | 40.0 |"
+    assert lines[5] == "| tiny64, batch 64 | `--x` | 1 | it / broke |"
     assert "4,600" in lines[6] and "12.3" in lines[6]
     assert json.loads((tmp_path / "results.json").read_text())["rows"] == rows
     assert (tmp_path / "phases.png").stat().st_size > 1000
@@ -90,7 +90,7 @@ def test_table_and_files(tmp_path):
 
 def test_only_files_that_were_written_are_named(tmp_path):
     (tmp_path / "phases.png").touch()  # of an earlier run
-    failed = {"job": "tiny64", "img": 320, "batch": 64, "variant": "off", "error": "not done after 60 s"}
+    failed = {"job": "tiny64", "img": 320, "batch": 64, "variant": "off", "cards": 1, "error": "not done after 60 s"}
     assert profile.write([failed], SimpleNamespace(device="cpu"), tmp_path) == ["results.json", "table.md"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["results.json", "table.md"]
 

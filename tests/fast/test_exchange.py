@@ -16,9 +16,8 @@ from tests.rank_cases import run_ranks
 from tests.step_cases import batches, new_trainer
 from utils.config.options import train_parser
 from utils.engine.checkpoint_reader import read_checkpoint
-from utils.fast.exchange import Exchange, broadcast
+from utils.fast.exchange import Exchange
 from utils.fast.train_step import FastSteps
-from utils.fast.watch import Watch
 from utils.ops import cuda_graph
 from utils.plots.run import read_results
 from utils.run import entry
