@@ -11,6 +11,7 @@ import yaml
 
 from tests import profile_training_loop as profile
 from tests import profiling, small_run
+from tests.rank_cases import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -118,3 +119,41 @@ def test_one_row_of_a_real_run(tmp_path):
     phases = results["phases"]["device_ms"]
     assert all(phases[name] > 0 for name in ("data", "copy", "forward", "loss", "backward", "optimiser", "read-back"))
     assert sum(phases.values()) == pytest.approx(1e3 * results["phases"]["seconds"] / 3, rel=0.3)
+
+
+def test_results_of_several_processes_become_one_row():
+    of_ranks = [{name: {"rate": rate, "images": 5, "worker_cores": 2.0, "main_cores": main, "gpu": gpu, "steps": 3}
+                 for name in ("end to end", "resident")} | {"memory_gb": 1.0}
+                for rate, main, gpu in ((10.0, 0.2, 90), (11.0, 0.4, 80))]  # fmt: skip
+    found = profile.merged(of_ranks)
+    assert found["end to end"] == {
+        "rate": 21,
+        "images": 10,
+        "worker_cores": 4,
+        "main_cores": 0.4,
+        "gpu": 85,
+        "steps": 3,
+    }
+    rows = [row("--fast", 10.0), row("off", 4.0), row("--fast", 21.0, cards=2)]
+    profile.add_scaling(rows)
+    assert rows[2]["scaling"] == pytest.approx(1.05)
+    assert "| `--fast` | 2 | 21 | 1.05 |" in profile.table(rows) and ", 2 cards:" in profile.in_one_line(rows[2])
+
+
+def profile_of_a_rank(folder):
+    hyp = folder / "hyp.yaml"
+    hyp.write_text(yaml.safe_dump(small_run.HYP))
+    options = SimpleNamespace(
+        child=str(folder / "result.json"), data=str(folder / "data.yaml"), cfg=str(folder / "cfg.yaml"), hyp=str(hyp),
+        img=64, batch=2, workers=0, device="cpu", steps=3, seconds=1e-6, flags=["--fast-step"],
+    )  # fmt: skip
+    results = profile.measure(options)
+    assert [results[name]["steps"] for name in ("warm-up", "end to end", "phases", "resident")] == [3] * 4
+    assert results["end to end"]["images"] == 6
+
+
+def test_two_processes_end_after_the_same_step(tmp_path):
+    small_run.make_data(tmp_path, num_images=8)
+    small_run.make_cfg(tmp_path)
+    for ended in run_ranks(lambda rank: profile_of_a_rank(tmp_path), tmp_path):
+        assert ended.status == 0, ended.text

@@ -24,7 +24,7 @@ from utils.run import entry
 from utils.system.distributed import unwrap
 
 CPU = torch.device("cpu")
-NUM_STEPS, BAD_STEP, SCALE = 18, 4, 1024.0
+NUM_STEPS, BAD_STEP, SCALE = 14, 2, 1024.0
 
 
 def open_exchange(device, timeout=60):
@@ -34,7 +34,7 @@ def open_exchange(device, timeout=60):
 def trainer_of(rank, wrapped):
     """A Trainer whose weights only rank 0 has, and whose loss overflows in one step of rank 1."""
     trainer = new_trainer(batched=not wrapped)
-    trainer.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=5)
+    trainer.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=4)
     with torch.no_grad():
         next(trainer.model.parameters()).add_(rank)
         next(trainer.ema.ema.parameters()).add_(0 if wrapped else rank)  # DDP does not send the average
@@ -46,7 +46,7 @@ def trainer_of(rank, wrapped):
 
     trainer.warm_up = warm_up_and_overflow
     network = DistributedDataParallel(trainer.model) if wrapped else trainer.model
-    trainer.start(network, trainer.compute_loss, 2.0, 0, 12)
+    trainer.start(network, trainer.compute_loss, 2.0, 0, 6)
     return trainer
 
 
@@ -68,7 +68,7 @@ def compare(rank, kind, expected):
         if "running" not in name or rank == 0:  # DDP leaves the others with those of their last batch
             torch.testing.assert_close(mine[name], value, rtol=2e-4, atol=2e-5, msg=lambda t, n=name: f"{n}: {t}")
     assert trainer.scaler.state_dict() == expected.trainer.scaler.state_dict()
-    assert trainer.scaler.get_scale() < SCALE * 2 ** (trainer.ema.updates // 5), "an overflow halved it"
+    assert trainer.scaler.get_scale() < SCALE * 2 ** (trainer.ema.updates // 4), "an overflow halved it"
     everywhere = [None, None]
     dist.all_gather_object(everywhere, mine)
     assert all(torch.equal(value, everywhere[1 - rank][name]) for name, value in mine.items())
@@ -82,7 +82,7 @@ def parity(rank):
     expected.trainer.model = unwrap(expected.trainer.model)
     compare(rank, FastSteps, expected)
     steps = compare(rank, OnCPU, expected)
-    assert steps.counts["replayed"] > 8 and steps.captured_update is not None
+    assert steps.counts["replayed"] > 5 and steps.captured_update is not None
 
 
 def test_two_processes_follow_ddp(tmp_path):
@@ -96,18 +96,18 @@ def test_two_processes_follow_ddp(tmp_path):
 
 def train_both_ways(line):
     with small_run.drawing(pictures=False):
-        for name, flags in (("off", ()), ("fast", ("--fast",)), ("adam", ("--fast-step", "--adam"))):
+        for name, flags in (("off", ()), ("fast", ("--fast",)), ("adam", ("--fast-step", "--adam", "--epochs", "1"))):
             words = [*line, "--name", name, *flags]
             with small_run.group_kept():
                 train.main(train_parser().parse_args(words))
 
 
 def test_whole_runs_agree(tmp_path):
-    line = small_run.arguments(tmp_path, "--batch-size", "4", "--seed", "3", num_images=14)
+    line = small_run.arguments(tmp_path, "--batch-size", "4", "--seed", "3", num_images=10)
     for ended in run_ranks(lambda rank: train_both_ways(line), tmp_path):
         assert ended.status == 0, ended.text
     tables = [read_results(tmp_path / "runs" / name / "results.txt") for name in ("off", "fast", "adam")]
-    assert tables[1] == pytest.approx(tables[0], rel=2e-3, abs=1e-6) and tables[2].shape == tables[0].shape
+    assert tables[1] == pytest.approx(tables[0], rel=2e-3, abs=1e-6) and len(tables[2]) == 1
     stored = [read_checkpoint(tmp_path / "runs" / name / "weights" / "last_full.pt") for name in ("off", "fast")]
     for kind in ("model", "ema"):
         for key, value in getattr(stored[0], kind).state.items():

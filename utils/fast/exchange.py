@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from utils.fast.watch import Watch
-from utils.system.distributed import exchange_advice, unwrap
+from utils.system.distributed import cannot_exchange, unwrap
 
 
 class Alone:
@@ -58,8 +58,7 @@ class Exchange(Alone):
             with self.watch.exchange("a first number"):
                 found = self._differ([1])
         except RuntimeError as error:
-            advice, reason = exchange_advice(self.device), str(error).strip().splitlines()[0]
-            raise ValueError(f"the processes cannot exchange data: {advice} ({reason})") from error
+            raise cannot_exchange(error, self.device) from error
         assert not any(found)
 
     def begin_epoch(self, trainer):

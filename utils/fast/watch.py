@@ -84,6 +84,8 @@ class Watch(threading.Thread):
     # ---- the thread
 
     def run(self):
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # a new thread begins with the first GPU, and would take memory there
         while not self.stopped.wait(self.period):
             self._report(1)
             fault = self.fault(time.monotonic())

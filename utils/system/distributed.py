@@ -63,7 +63,10 @@ def start_processes(ranks, device):
         if device.type == "cuda" and not dist.is_nccl_available():
             raise ValueError("several GPUs need NCCL, which this torch was built without: use one GPU or another torch")
         backend, which = ("nccl", {"device_id": device}) if device.type == "cuda" else ("gloo", {})
-        dist.init_process_group(backend, init_method="env://", **which)  # NCCL would guess its GPU, and say so
+        try:
+            dist.init_process_group(backend, init_method="env://", **which)  # NCCL would guess its GPU, and say so
+        except RuntimeError as error:
+            raise cannot_exchange(error, device) from error
 
 
 def stop_processes():
@@ -80,6 +83,12 @@ def lost_process(error: BaseException) -> str | None:
         return None
     reason = text.strip().splitlines()[0]
     return f"another process of this run has ended, or cannot be reached{RESUME_ADVICE} ({reason})"
+
+
+def cannot_exchange(error: BaseException, device: torch.device) -> ValueError:
+    """What to raise when processes on such devices could not exchange anything from the start, because of `error`."""
+    reason = str(error).strip().splitlines()[0]
+    return ValueError(f"the processes cannot exchange data: {exchange_advice(device)} ({reason})")
 
 
 def exchange_advice(device: torch.device) -> str:
