@@ -165,7 +165,7 @@ TRAIN_FLAGS = _table([
          MACHINE, stage=4),
     Flag("--prefetch-factor", "batches (or micro-batches) that a worker prepares ahead", None, int, at_least(1),
          MACHINE, stage=2),
-    Flag("--loader-timeout", "seconds without a batch, or without another process, after which a run gives up", 300, int,
+    Flag("--loader-timeout", "seconds without a batch, or another process, after which a run gives up", 300, int,
          at_least(1), MACHINE),
     Flag("--seed", "equal batches for any workers, flags, ranks and restarts; shuffles", None, int, SEED, stage=2),
     Flag("--fast-loss", "assignment and loss for the whole batch at once; equal values", resume=MACHINE, stage=6),
