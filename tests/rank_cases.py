@@ -35,7 +35,7 @@ def run_ranks(body, folder, count=2, timeout=120):
         process.start()
     ended = []
     for rank, process in enumerate(processes):
-        process.join(timeout if rank == 0 else 5)
+        process.join(timeout if rank == 0 else 3)
         is_stuck = process.exitcode is None
         if is_stuck:
             process.kill()

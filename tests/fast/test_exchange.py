@@ -142,23 +142,27 @@ def test_processes_that_differ_are_an_error(tmp_path):
 def lose_one(how, rank):
     """Twenty exchanges, in the fourth of which rank 1 fails; it may be late for the first."""
 
+    pids = [0, 0]
+
     def steps(opt):
         exchange = Exchange(CPU, 2)
+        dist.all_gather_object(pids, os.getpid())
         exchange.watch.allow_waiting()
         if rank:
-            time.sleep(3)
+            time.sleep(2.5)
         for i in range(20):
             if rank and i == 3:
-                how()
+                how(*pids)
             exchange.add_gradients(torch.ones(5), i)
 
     entry.run(steps, None)
 
 
 LOSSES = {
-    "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), "has ended, or cannot be reached"),
-    "stopped": (lambda: os.kill(os.getpid(), signal.SIGSTOP), "no sign of life from rank 1 for 2 s"),
-    "hangs": (lambda: time.sleep(100), "gradients of iteration 3 has not ended for 2 s"),
+    "killed": (lambda _, me: os.kill(me, signal.SIGKILL), "has ended, or cannot be reached"),
+    "stopped": (lambda _, me: os.kill(me, signal.SIGSTOP), "no sign of life from rank 1 for 2 s"),
+    "hangs": (lambda *_: time.sleep(100), "gradients of iteration 3 has not ended for 2 s"),
+    "launcher": (lambda other, _: (time.sleep(0.3), os.kill(other, signal.SIGTERM), time.sleep(100)), "SIGTERM"),
 }
 
 

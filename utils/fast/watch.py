@@ -11,6 +11,8 @@ reason to be late for: not the first of an epoch, before which rank 0 may valida
 
 import itertools
 import os
+import select
+import signal
 import sys
 import threading
 import time
@@ -57,6 +59,16 @@ class Watch(threading.Thread):
 
     # ---- called by the training
 
+    def start(self):
+        """Begin to watch. A launcher sends SIGTERM when another process has ended; that gets a sentence, too."""
+        self.signals, self.writer = os.pipe()
+        os.set_blocking(self.writer, False)
+        # The handler of Python would have to wait until the main thread comes out of a library; these bytes do not.
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+        signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=forget_signals)  # workers end as ever
+        super().start()
+
     @contextmanager
     def exchange(self, what, iteration=None):
         """A context around an operation in which all processes take part, queued on the current stream."""
@@ -79,14 +91,21 @@ class Watch(threading.Thread):
     def stop(self):
         """Tell the others that this process needs them no more."""
         self.stopped.set()
+        os.write(self.writer, b"\0")
         self.join()
+        forget_signals()
 
     # ---- the thread
 
     def run(self):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # a new thread begins with the first GPU, and would take memory there
-        while not self.stopped.wait(self.period):
+        while True:
+            arrived = select.select([self.signals], [], [], self.period)[0]
+            if arrived and signal.SIGTERM in os.read(self.signals, 4096):
+                self.end(f"ended by SIGTERM, as launchers do when another process of the run has ended{RESUME_ADVICE}")
+            if self.stopped.is_set():
+                break
             self._report(1)
             fault = self.fault(time.monotonic())
             if fault:
@@ -140,6 +159,12 @@ class Watch(threading.Thread):
         """Leave the process; its main thread cannot do it, as it may wait inside of a library."""
         print(f"error: rank {self.rank}: {fault}", file=sys.stderr, flush=True)
         os._exit(2)
+
+
+def forget_signals():
+    """SIGTERM ends the process at once again."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def open_store(timeout):

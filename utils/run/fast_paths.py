@@ -113,7 +113,7 @@ def choose(opt: Namespace, device: torch.device) -> Paths:
         precision = opt.amp or ("fp16" if device.type == "cuda" else "off")
         rows.append(("amp", precision, asked(opt, "amp") or default))
     for row in [("seam", "chosen", "why"), *rows] if rows else ():
-        logger.info("%-11s | %-47s | %s", *row)
+        logger.info("%-13s | %-47s | %s", *row)
     if asked(opt, "sync_interval") and not wanted_for_a_step(opt, "fast_step"):
         logger.warning("--sync-interval %d has no effect without --fast-step", opt.sync_interval)
     return paths
