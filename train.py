@@ -100,7 +100,7 @@ def train(given):
     loss_factor = ranks.world_size * (4 if opt.quad else 1)
     if opt.overfit:
         loss_factor *= overfit.batch_weight(len(loaders.dataset), opt.total_batch_size)
-    called = distributed.data_parallel(model, device, ranks, opt.device, opt.sync_bn)
+    called = paths.data_parallel(model, device, ranks, opt.device, opt.sync_bn)
     paths.compile(called, report.exclude)
     trainer.start(called, loss_of_epoch(progress.start_epoch), loss_factor, progress.start_epoch, num_warmup,
                   paths.forward(called))  # fmt: skip

@@ -3,6 +3,7 @@
     python tests/profile_training_loop.py --short                    # tiny, 320 px, batch 64: off, graph, all
     python tests/profile_training_loop.py --jobs tiny384 tiny64 full64 full640
     python tests/profile_training_loop.py --cfg cfg/training/yolov7.yaml --img 640 --batch 32 --variants="off, --fast"
+    python tests/profile_training_loop.py --ranks 1 2 --jobs tiny384 tiny64 full64 full640 --variants=--fast
 
 Every row is a process of its own that runs train.py's own code on a drawn data set of 640 x 480 JPEGs with polygons,
 kept in RAM: warm-up, then 200 steps whose rate counts, then 40 steps with the phases timed, then steps on a batch that
@@ -12,15 +13,20 @@ A variant is a list of flags and environment variables (NAME=VALUE); flags that 
 with a line. What fails is said, and the rest goes on. Prints a markdown table and writes it with results.json and
 phases.png into --out.
 
-    img/s       end to end, epoch changes included, pictures, validation and checkpoints not
+With several --ranks every variant is run by so many processes of torchrun, one a card; the batch is that of one card,
+and there are as many batches in an epoch. Stages then end by their steps, which the first one tells to all.
+
+    img/s       of all cards, end to end, epoch changes included, pictures, validation and checkpoints not
+    scaling     img/s of a card, as a share of what one card alone reached
     resident    the same with one batch for ever
     gpu         utilisation in percent, as NVML or nvidia-smi tells it
-    main, workers   cores that the main process, and all its children together, use
+    main, workers   cores that the main process (the busiest one), and all children together, use
     the phases  ms a step; on a GPU between events of the stream, so that waiting for the host counts; `graph` is the
                 replay of a captured step, `optimiser` includes clearing the gradients, `read-back` the progress bar
 """
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -50,7 +56,8 @@ SHORT = ["off", f"{LOADER} {STEP}", "--fast"]
 def main():
     options = parse()
     if options.child:
-        Path(options.child).write_text(json.dumps(measure(options)))
+        path = Path(options.child + os.environ.get("RANK", ""))
+        path.write_text(json.dumps(measure(options)))
         return
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -58,9 +65,11 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         for job in options.jobs or [None]:
             chosen = job_options(job, options)
-            data = write_data(Path(folder) / f"data{chosen['num_images']}", chosen["num_images"])
-            for variant in options.variants:
-                rows.append(run_child(job, chosen, variant, data, Path(folder), options))
+            for variant, ranks in itertools.product(options.variants, options.ranks):
+                num_images = chosen["num_images"] * ranks
+                data = write_data(Path(folder) / f"data{num_images}", num_images)
+                rows.append(run_child(job, chosen, variant, data, Path(folder), options, ranks))
+                add_scaling(rows)
                 print(in_one_line(rows[-1]), flush=True)
                 written = write(rows, options, out)
     print(f"\n{heading(options)}\n\n{table(rows)}\n\nwritten to {out}: {', '.join(written)}")
@@ -78,31 +87,60 @@ def job_options(job, options):
     return {"cfg": str(cfg), "hyp": str(hyp), "img": pixels, "batch": batch, "num_images": num_images}
 
 
-def run_child(job, chosen, variant, data, folder, options):
-    """The row of one variant: what `measure` found, or the reason why it found nothing."""
+def run_child(job, chosen, variant, data, folder, options, ranks=1):
+    """The row of one variant: what `measure` found in all `ranks` processes, or the reason why it found nothing."""
     flags, environment, unknown = split_variant(variant)
-    row = {"job": job or Path(chosen["cfg"]).stem, **chosen, "variant": variant}
+    row = {"job": job or Path(chosen["cfg"]).stem, **chosen, "variant": variant, "cards": ranks}
     if unknown:
         print(f"{variant}: {', '.join(unknown)} unknown to this version, skipped", flush=True)
         if not flags and not environment:
             return row | {"error": "no such flag"}
-    result = folder / "result.json"
-    result.unlink(missing_ok=True)
-    line = [sys.executable, __file__, "--child", str(result), "--data", str(data), "--cfg", chosen["cfg"],
-            "--hyp", chosen["hyp"], "--img", str(chosen["img"]), "--batch", str(chosen["batch"]),
-            "--steps", str(options.steps), "--seconds", str(options.seconds), "--workers", str(options.workers),
-            "--device", options.device, "--", *flags]  # fmt: skip
+    results = [folder / f"result.json{rank}" for rank in (range(ranks) if ranks > 1 else [""])]
+    for result in results:
+        result.unlink(missing_ok=True)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+    line = [sys.executable, *launcher, __file__, "--child", str(folder / "result.json"), "--data", str(data),
+            "--cfg", chosen["cfg"], "--hyp", chosen["hyp"], "--img", str(chosen["img"]), "--batch",
+            str(chosen["batch"]), "--steps", str(options.steps), "--seconds", str(options.seconds), "--workers",
+            str(options.workers), "--device", options.device, "--", *flags]  # fmt: skip
     started, log = time.perf_counter(), Path(options.out) / "last_run.log"
     with log.open("w") as file:
+        process = subprocess.Popen(line, env=os.environ | environment, stdout=file, stderr=subprocess.STDOUT)
         try:
-            subprocess.run(line, env=os.environ | environment, stdout=file, stderr=subprocess.STDOUT, check=False,
-                           timeout=options.timeout)  # fmt: skip
+            process.wait(options.timeout)
         except subprocess.TimeoutExpired:
+            process.terminate()  # a launcher ends its processes then
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(40)
+            process.kill()
             return row | {"error": f"not done after {options.timeout} s"}
     row["whole_seconds"] = time.perf_counter() - started
-    if not result.exists():
+    if not all(result.exists() for result in results):
         return row | {"error": last_words(log)}
-    return row | json.loads(result.read_text())
+    return row | merged([json.loads(result.read_text()) for result in results])
+
+
+def merged(of_ranks):
+    """The results of all processes as one: rates and workers added, the busiest main process, the mean GPU."""
+    whole = of_ranks[0]
+    for name, stage in whole.items():
+        if name == "memory_gb":
+            continue
+        stages = [results[name] for results in of_ranks]
+        loads = [stage["gpu"] for stage in stages if stage["gpu"] is not None]
+        stage |= {key: sum(other[key] for other in stages) for key in ("rate", "images", "worker_cores")}
+        stage |= {"main_cores": max(other["main_cores"] for other in stages)}
+        stage |= {"gpu": sum(loads) / len(loads) if loads else None}
+    return whole
+
+
+def add_scaling(rows):
+    """Give the last row its rate as a share of what as many single cards would reach, if one card was measured."""
+    last = rows[-1]
+    for row in rows:
+        is_alone = row["cards"] == 1 and all(row[key] == last[key] for key in ("job", "variant"))
+        if is_alone and "end to end" in row and "end to end" in last:
+            last["scaling"] = last["end to end"]["rate"] / row["end to end"]["rate"] / last["cards"]
 
 
 def split_variant(variant):
@@ -144,14 +182,15 @@ def measure(options):
     from utils.run.folder import open_run_folder, prepare_train_options
     from utils.system import distributed
 
+    ranks = distributed.read_ranks()
     line = ["--data", options.data, "--cfg", options.cfg, "--hyp", options.hyp, "--img", str(options.img),
-            "--batch-size", str(options.batch), "--workers", str(options.workers), "--device", options.device,
-            "--epochs", "10000", "--noautoanchor", "--cache-images", "--notest", "--nosave",
+            "--batch-size", str(options.batch * ranks.world_size), "--workers", str(options.workers),
+            "--device", options.device, "--epochs", "10000", "--noautoanchor", "--cache-images", "--notest", "--nosave",
             "--project", str(Path(options.child).parent / "runs"), *options.flags]  # fmt: skip
-    watched, sources, ranks = [], [], distributed.Ranks()
+    watched, sources = [], []
 
     def open_watched(*args):
-        report = Watched(open_report(*args), plan, device, timeline, sources)
+        report = Watched(open_report(*args), plan, device, timeline, sources, ranks.is_distributed)
         watched.append(report)
         return report
 
@@ -165,6 +204,7 @@ def measure(options):
         opt = prepare_train_options(opt, ranks)
         device = distributed.select_device(opt.device, opt.batch_size, ranks)
         timeline = Timeline(device)
+        distributed.start_processes(ranks, device)
         open_run_folder(opt, ranks)
         hyp, data = load_hyp(opt.hyp), load_data_yaml(opt.data, opt.single_cls)
         with (
@@ -177,6 +217,7 @@ def measure(options):
     plan = stages(options)
     with suppress(Done):
         entry.run(run, train_parser().parse_args(line))
+    distributed.stop_processes()
     results = dict(watched[0].results)
     if device.type == "cuda":
         results["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
@@ -217,7 +258,11 @@ def instruments(timeline):
         from utils.fast.graph_step import GraphSteps
     except ImportError:
         return stack
-    stack.enter_context(mock.patch.object(GraphSteps, "replay", timeline.around(GraphSteps.replay, "graph")))
+    from utils.fast.exchange import Exchange
+
+    for owner, name, phase in ((GraphSteps, "backward", "graph"), (GraphSteps, "update", "optimiser"),
+                               (Exchange, "add_gradients", "exchange")):  # fmt: skip
+        stack.enter_context(mock.patch.object(owner, name, timeline.around(getattr(owner, name), phase)))
     return stack
 
 
@@ -240,9 +285,12 @@ def write_data(folder, num_images):
 
 def in_one_line(row):
     name = f"{row['job']} {row['img']} px, batch {row['batch']}, {row['variant']}"
+    if row["cards"] > 1:
+        name += f", {row['cards']} cards"
     if "error" in row:
         return f"{name}: FAILED: {row['error']}"
-    return f"{name}: {row['end to end']['rate']:,.0f} img/s, resident {row['resident']['rate']:,.0f}"
+    scaling = f", scaling {row['scaling']:.2f}" if "scaling" in row else ""
+    return f"{name}: {row['end to end']['rate']:,.0f} img/s, resident {row['resident']['rate']:,.0f}{scaling}"
 
 
 def phases_of(rows):
@@ -255,17 +303,32 @@ def table(rows):
     """Markdown; a failed row says why."""
     done = [row for row in rows if "error" not in row]
     phases = phases_of(done)
-    head = ["job", "variant", "img/s", "steps", "resident", "gpu %", "main", "workers", "GB", "ms/step", *phases]
+    head = [
+        "job",
+        "variant",
+        "cards",
+        "img/s",
+        "scaling",
+        "steps",
+        "resident",
+        "gpu %",
+        "main",
+        "workers",
+        "GB",
+        "ms/step",
+        *phases,
+    ]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for row in rows:
-        cells = [f"{row['job']}, batch {row['batch']}", f"`{row['variant']}`"]
+        cells = [f"{row['job']}, batch {row['batch']}", f"`{row['variant']}`", str(row["cards"])]
         if "error" in row:
             lines.append("| " + " | ".join([*cells, row["error"].replace("|", "/")]) + " |")
             continue
         whole = row["end to end"]
         gpu = "-" if whole["gpu"] is None else f"{whole['gpu']:.0f}"
         memory = f"{row['memory_gb']:.1f}" if "memory_gb" in row else "-"
-        cells += [f"{whole['rate']:,.0f}", str(whole["steps"]), f"{row['resident']['rate']:,.0f}", gpu,
+        scaling = f"{row['scaling']:.2f}" if "scaling" in row else "-"
+        cells += [f"{whole['rate']:,.0f}", scaling, str(whole["steps"]), f"{row['resident']['rate']:,.0f}", gpu,
                   f"{whole['main_cores']:.2f}", f"{whole['worker_cores']:.1f}", memory,
                   f"{1e3 * whole['seconds'] / whole['steps']:.1f}"]  # fmt: skip
         cells += [f"{row['phases']['device_ms'].get(name, 0):.1f}" for name in phases]
@@ -299,7 +362,7 @@ def plot(rows, path, title):
     phases = phases_of(rows)
     figure = Figure(figsize=(11, 0.45 * len(rows) + 2), layout="constrained")
     axes = figure.subplots()
-    labels = [f"{row['job']}: {row['variant']}" for row in rows]
+    labels = [f"{row['job']}: {row['variant']}" + f", {row['cards']} cards" * (row["cards"] > 1) for row in rows]
     left = [0.0] * len(rows)
     for number, name in enumerate(phases):
         widths = [row["phases"]["device_ms"].get(name, 0) / row["batch"] for row in rows]
@@ -326,7 +389,8 @@ def parse():
     parser.add_argument("--steps", type=int, default=200, help="end to end, at most")
     parser.add_argument("--seconds", type=float, default=90, help="for the stages of a row together, at most")
     parser.add_argument("--timeout", type=int, default=400, help="seconds after which a row is given up")
-    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1], help="processes, one a card: 1 2 compares them")
+    parser.add_argument("--workers", type=int, help="of a process; by default a core of the machine for each")
     parser.add_argument("--device", default="", help="cpu, or empty for the first GPU")
     parser.add_argument(
         "--short", action="store_true", help="tiny, 320 px, batch 64, three variants, about two minutes"
@@ -340,6 +404,7 @@ def parse():
         options.jobs, options.seconds = options.jobs or ["tiny64"], min(options.seconds, 25)
         options.timeout = min(options.timeout, 60)
     chosen = [variant.strip() for variant in (options.variants or "").split(",") if variant.strip()]
+    options.workers = os.cpu_count() // max(options.ranks) if options.workers is None else options.workers
     options.variants = chosen or (SHORT if options.short else VARIANTS)
     return options
 

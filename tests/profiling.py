@@ -12,7 +12,8 @@ import torch
 from tools.bench_loader import children, cpu_seconds
 from utils.data.fast.device_augment import DeferredBatch
 
-PHASES = ("data", "copy", "forward", "loss", "backward", "optimiser", "EMA", "graph", "read-back", "other")
+PHASES = ("data", "copy", "forward", "loss", "backward", "optimiser", "EMA", "graph", "exchange", "read-back",
+          "other")  # fmt: skip
 
 
 # Steps of a stage, even if they take longer; the first ones look for kernels, and then a graph may be captured.
@@ -70,7 +71,7 @@ class Usage:
         self.device, self.load = device, None
 
     def start(self):
-        self.load = GpuLoad() if self.device.type == "cuda" else None
+        self.load = GpuLoad(self.device.index or 0) if self.device.type == "cuda" else None
         self.workers = children()
         self.began, self.main, self.of_workers = time.perf_counter(), time.process_time(), cpu_seconds(self.workers)
 
@@ -88,11 +89,12 @@ class Usage:
 
 
 class GpuLoad:
-    """Mean utilisation of the first visible GPU in percent, sampled beside the run: by NVML, else by nvidia-smi."""
+    """Mean utilisation of a visible GPU in percent, sampled beside the run: by NVML, else by nvidia-smi."""
 
-    def __init__(self, interval=0.2):
+    def __init__(self, number=0, interval=0.2):
         self.samples, self.interval, self.stopped = [], interval, threading.Event()
-        index = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        index = visible[number] if number < len(visible) and visible[number] else str(number)
         self.smi, self.thread = None, None
         try:
             import pynvml
@@ -169,14 +171,15 @@ class Source:
 class Watched:
     """The report of a run, which counts its steps: warm-up, end to end, phases, then a resident batch; then Done.
 
-    A stage ends after its number of steps or its seconds, whichever comes first.
+    A stage ends after its number of steps or its seconds, whichever comes first. With `several` processes it ends after
+    the same step in all of them: after the warm-up they agree on the steps that they have seconds for.
     """
 
-    def __init__(self, report, plan, device, timeline, sources):
+    def __init__(self, report, plan, device, timeline, sources, several=False):
         self.report, self.plan, self.device, self.timeline, self.sources = report, list(plan), device, timeline, sources
         self.report.draws_images = False  # the first batches of a run are drawn, which is not of interest
         self.results, self.stage, self.usage = {}, None, Usage(device)
-        self.last_batch = 0
+        self.several = several
 
     def __getattr__(self, name):
         return getattr(self.report, name)
@@ -203,8 +206,11 @@ class Watched:
             self._begin()
         name, steps, seconds = self.stage
         late = time.perf_counter() - self.usage.began > seconds and self.num_steps >= FEWEST.get(name, 3)
+        late = late and not self.several
         if self.num_steps >= steps or late:
             self._end(name)
+            if self.several and name == "warm-up":
+                self._agree()
             if not self.plan:
                 raise Done
             self._begin()
@@ -230,6 +236,12 @@ class Watched:
             self.timeline.is_on = False
             device, host = self.timeline.milliseconds(self.num_steps)
             self.results[name] |= {"device_ms": device, "host_ms": host}
+
+    def _agree(self):
+        """Replace seconds by steps, those of the slowest process."""
+        longest = torch.tensor(self.results["warm-up"]["seconds"] / self.num_steps, device=self.device)
+        torch.distributed.all_reduce(longest, torch.distributed.ReduceOp.MAX)
+        self.plan = [(name, min(steps, max(3, int(seconds / longest))), seconds) for name, steps, seconds in self.plan]
 
     def _wait(self):
         if self.device.type == "cuda":

@@ -99,6 +99,13 @@ def drawing(pictures):
         yield
 
 
+@contextmanager
+def group_kept():
+    """While this lasts, train.py leaves its process group open, for further runs."""
+    with mock.patch("utils.system.distributed.stop_processes"):
+        yield
+
+
 def run(folder, *flags, pictures=False, **options):
     """Train in this process; returns the run folder."""
     return run_line(arguments(folder, *flags, **options), pictures)

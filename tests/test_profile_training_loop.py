@@ -11,6 +11,7 @@ import yaml
 
 from tests import profile_training_loop as profile
 from tests import profiling, small_run
+from tests.rank_cases import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -69,19 +70,19 @@ def row(variant, rate, **more):
     usage = {"rate": rate, "steps": 10, "seconds": 2.0, "gpu": None, "main_cores": 0.5, "worker_cores": 3.0}
     phases = {"device_ms": {"data": 1.5, "forward": 40.0}, "host_ms": {}}
     stages = {"end to end": usage, "resident": usage | {"rate": 2 * rate}, "phases": phases}
-    return {"job": "tiny64", "img": 320, "batch": 64, "variant": variant} | stages | more
+    return {"job": "tiny64", "img": 320, "batch": 64, "variant": variant, "cards": 1} | stages | more
 
 
 def test_table_and_files(tmp_path):
-    rows = [row("off", 90.0), {"job": "tiny64", "img": 320, "batch": 64, "variant": "--x", "error": "it | broke"},
-            row("--fast", 4600.0, memory_gb=12.34)]  # fmt: skip
+    failed = {"job": "tiny64", "img": 320, "batch": 64, "variant": "--x", "cards": 1, "error": "it | broke"}
+    rows = [row("off", 90.0), failed, row("--fast", 4600.0, memory_gb=12.34)]  # fmt: skip
     files = profile.write(rows, SimpleNamespace(device="cpu"), tmp_path)
     assert sorted(files) == sorted(path.name for path in tmp_path.iterdir())
     lines = (tmp_path / "table.md").read_text().splitlines()
     assert lines[0].startswith("CPU, wall clock")
     assert lines[2].endswith("| ms/step | data | forward |")
-    assert lines[4] == "| tiny64, batch 64 | `off` | 90 | 10 | 180 | - | 0.50 | 3.0 | - | 200.0 | 1.5 | 40.0 |"
-    assert lines[5] == "| tiny64, batch 64 | `--x` | it / broke |"
+    assert lines[4] == "| tiny64, batch 64 | `off` | 1 | 90 | - | 10 | 180 | - | 0.50 | 3.0 | - | 200.0 | 1.5 | 40.0 |"
+    assert lines[5] == "| tiny64, batch 64 | `--x` | 1 | it / broke |"
     assert "4,600" in lines[6] and "12.3" in lines[6]
     assert json.loads((tmp_path / "results.json").read_text())["rows"] == rows
     assert (tmp_path / "phases.png").stat().st_size > 1000
@@ -90,7 +91,7 @@ def test_table_and_files(tmp_path):
 
 def test_only_files_that_were_written_are_named(tmp_path):
     (tmp_path / "phases.png").touch()  # of an earlier run
-    failed = {"job": "tiny64", "img": 320, "batch": 64, "variant": "off", "error": "not done after 60 s"}
+    failed = {"job": "tiny64", "img": 320, "batch": 64, "variant": "off", "cards": 1, "error": "not done after 60 s"}
     assert profile.write([failed], SimpleNamespace(device="cpu"), tmp_path) == ["results.json", "table.md"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["results.json", "table.md"]
 
@@ -118,3 +119,41 @@ def test_one_row_of_a_real_run(tmp_path):
     phases = results["phases"]["device_ms"]
     assert all(phases[name] > 0 for name in ("data", "copy", "forward", "loss", "backward", "optimiser", "read-back"))
     assert sum(phases.values()) == pytest.approx(1e3 * results["phases"]["seconds"] / 3, rel=0.3)
+
+
+def test_results_of_several_processes_become_one_row():
+    of_ranks = [{name: {"rate": rate, "images": 5, "worker_cores": 2.0, "main_cores": main, "gpu": gpu, "steps": 3}
+                 for name in ("end to end", "resident")} | {"memory_gb": 1.0}
+                for rate, main, gpu in ((10.0, 0.2, 90), (11.0, 0.4, 80))]  # fmt: skip
+    found = profile.merged(of_ranks)
+    assert found["end to end"] == {
+        "rate": 21,
+        "images": 10,
+        "worker_cores": 4,
+        "main_cores": 0.4,
+        "gpu": 85,
+        "steps": 3,
+    }
+    rows = [row("--fast", 10.0), row("off", 4.0), row("--fast", 21.0, cards=2)]
+    profile.add_scaling(rows)
+    assert rows[2]["scaling"] == pytest.approx(1.05)
+    assert "| `--fast` | 2 | 21 | 1.05 |" in profile.table(rows) and ", 2 cards:" in profile.in_one_line(rows[2])
+
+
+def profile_of_a_rank(folder):
+    hyp = folder / "hyp.yaml"
+    hyp.write_text(yaml.safe_dump(small_run.HYP))
+    options = SimpleNamespace(
+        child=str(folder / "result.json"), data=str(folder / "data.yaml"), cfg=str(folder / "cfg.yaml"), hyp=str(hyp),
+        img=64, batch=2, workers=0, device="cpu", steps=3, seconds=1e-6, flags=["--fast-step"],
+    )  # fmt: skip
+    results = profile.measure(options)
+    assert [results[name]["steps"] for name in ("warm-up", "end to end", "phases", "resident")] == [3] * 4
+    assert results["end to end"]["images"] == 6
+
+
+def test_two_processes_end_after_the_same_step(tmp_path):
+    small_run.make_data(tmp_path, num_images=8)
+    small_run.make_cfg(tmp_path)
+    for ended in run_ranks(lambda rank: profile_of_a_rank(tmp_path), tmp_path):
+        assert ended.status == 0, ended.text

@@ -23,7 +23,9 @@ class Replayed:
         self.body, self.items = body, torch.zeros(4)
 
     def replay(self):
-        self.items.copy_(self.body())
+        items = self.body()
+        if items is not None:  # of an update there is nothing to return
+            self.items.copy_(items)
 
 
 class OnCPU(GraphSteps):
@@ -82,9 +84,9 @@ def test_padded_sizes_grow_with_the_batches(monkeypatch):
     monkeypatch.setattr(candidates, "SPARE", 1.0)
     steps = compare(OnCPU)
     (shape,) = steps.shapes.values()
-    assert steps.counts["captured"] > 2 and len(shape.graphs) <= 2
+    assert steps.counts["captured"] > 2
     length = len(candidates._empty_buffer(shape.padded.sizes[0], pinned=False))
-    assert all(len(captured.inputs[1]) == length for captured in shape.graphs.values())
+    assert len(shape.captured.inputs[1]) == length
 
 
 def test_crowded_batches_go_without():
@@ -114,7 +116,7 @@ def test_more_pairs_than_a_graph_can_take(monkeypatch):
     steps.begin_epoch()
     for i, batch in enumerate(batches(5)):
         steps.step(i, 0, batch)
-    assert steps.counts == {"replayed": 0, "captured": 0, "ordinary": 5}
+    assert steps.counts == {"replayed": 0, "captured": 1, "ordinary": 5}, "only the update, which has no pairs"
 
 
 def test_a_failed_capture_is_a_warning(caplog):
@@ -217,9 +219,8 @@ def test_no_step_waits_for_the_gpu(kind):
     steps.begin_epoch()
     for i in range(12):
         steps.step(i, 0, given[i])
-    if kind is GraphSteps:  # room for all that comes, with and without an optimiser step
+    if kind is GraphSteps:  # room for all that comes
         steps.step(40, 0, max(given, key=lambda batch: len(batch.targets)))
-        steps.step(41, 0, max(given, key=lambda batch: len(batch.targets)))
     try:
         torch.cuda.set_sync_debug_mode("error")
         for i in range(12, 15):

@@ -10,6 +10,7 @@ from utils.data.fast.loader import LoaderOptions
 from utils.engine import batches
 from utils.fast.async_checkpoint import BackgroundCheckpoints
 from utils.fast.compile import CompileOptions, compile_model
+from utils.fast.exchange import Exchange
 from utils.fast.graph_step import GraphSteps
 from utils.fast.prefetcher import Prefetcher
 from utils.fast.train_step import FastSteps
@@ -17,6 +18,7 @@ from utils.fast.validation import FastValidation
 from utils.loss import batched, criterion
 from utils.run import fast_paths
 from utils.run.fast_paths import REFERENCE
+from utils.system import distributed
 
 CPU = torch.device("cpu")
 
@@ -60,6 +62,19 @@ def test_fast_step(device, caplog):
     assert paths.checkpoints is BackgroundCheckpoints
 
 
+def test_several_processes_exchange_gradients_without_a_wrapper():
+    paths = choose("--fast", "--loader-timeout", "7", world_size=2)
+    exchange = paths.steps.keywords["open_exchange"]
+    assert paths.steps.func is GraphSteps and exchange.func is Exchange and exchange.keywords == {"timeout": 7}
+    assert paths.data_parallel is distributed.without_wrapper
+    assert choose("--fast-loss", world_size=2).data_parallel is distributed.data_parallel
+
+
+def test_adam_on_several_processes_keeps_the_wrapper():
+    paths = choose("--fast-step", "--adam", world_size=2)
+    assert paths.data_parallel is distributed.data_parallel and paths.steps.keywords == {"interval": 10}
+
+
 def test_fast_step_with_other_flags():
     paths = choose("--fast-step", "--fast-loss", "--multi-scale")
     assert paths.batches.targets_device == CPU and paths.batches.floats
@@ -75,8 +90,9 @@ def test_a_graph_needs_the_other_two(caplog):
 
 @pytest.mark.parametrize(
     ("flags", "facts", "reason"),
-    [(("--multi-scale",), {}, "multi-scale"), (("--adam",), {}, "SGD has"), ((), {"world_size": 2}, "processes"),
-     (("--device", "0,1"), {}, "several GPUs"), ((), {"device_name": "cpu"}, "no CUDA device")],
+    [(("--multi-scale",), {}, "multi-scale"), (("--adam",), {}, "SGD has"),
+     (("--sync-bn",), {"world_size": 2}, "sync-bn"), (("--device", "0,1"), {}, "several GPUs"),
+     ((), {"device_name": "cpu"}, "no CUDA device")],
 )  # fmt: skip
 def test_a_graph_that_cannot_be_is_a_warning(flags, facts, reason, caplog):
     device = facts.pop("device_name", "cuda")
@@ -102,8 +118,11 @@ def test_fast_is_everything_that_can_run(caplog):
 
 def test_trials_are_never_captured(caplog):
     for flag in ("--fast", "--cuda-graph"):
-        paths = fast_paths.for_trials(train_parser().parse_args([flag]), torch.device("cuda"))
-        assert paths.steps.func is FastSteps and paths.losses.keywords == {"classes": batched.CLASSES}
+        opt = train_parser().parse_args([flag])
+        opt.world_size = 2
+        paths = fast_paths.for_trials(opt, torch.device("cuda"))
+        assert paths.steps.func is FastSteps and paths.steps.keywords == {"interval": 10}
+        assert paths.losses.keywords == {"classes": batched.CLASSES}
     assert not caplog.records
 
 
@@ -116,10 +135,17 @@ def test_an_interval_without_the_step_is_a_warning(caplog):
 
 @pytest.mark.parametrize(
     ("facts", "reason"),
-    [({"world_size": 2}, "several processes"), ({"device": "0,1"}, "several GPUs"), ({}, None)],
-    ids=["processes", "GPUs", "one"],
+    [
+        ({"world_size": 2}, None),
+        ({"world_size": 2, "device": "0,1"}, None),
+        ({"device": "0,1"}, "several GPUs"),
+        ({"world_size": 2, "sync_bn": True}, "sync-bn"),
+        ({"world_size": 2, "adam": True}, "wrapped"),
+        ({}, None),
+    ],
+    ids=["processes", "named GPUs", "GPUs", "sync-bn", "adam", "one"],
 )
-def test_fused_kernels_are_for_one_gpu(facts, reason, monkeypatch, caplog):
+def test_fused_kernels_are_for_a_bare_model(facts, reason, monkeypatch, caplog):
     monkeypatch.setattr(fast_paths, "has_triton", lambda device: device.type == "cuda")
     monkeypatch.setattr(fast_paths, "load", lambda name: name)  # models.fused needs Triton
     caplog.set_level("INFO")

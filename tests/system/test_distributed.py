@@ -97,8 +97,41 @@ def test_group_of_one(group):
 def test_nccl_is_told_its_gpu(monkeypatch):
     calls = []
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *words, **names: calls.append((words, names)))
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     distributed.start_processes(Ranks(1, 1, 2), torch.device("cuda", 1))
     assert calls == [(("nccl",), {"init_method": "env://", "device_id": torch.device("cuda", 1)})]
+
+
+def test_what_keeps_processes_apart_is_one_sentence(monkeypatch):
+    def fail(*words, **names):
+        raise torch.distributed.DistBackendError("NCCL error in init\nLast error: shared memory")
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", fail)
+    for device, advice in ((torch.device("cuda", 1), "NCCL_P2P_DISABLE=1"), (CPU, "GLOO_SOCKET_IFNAME")):
+        monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+        with pytest.raises(ValueError, match=f"cannot exchange data.*{advice}.*NCCL error in init"):
+            distributed.start_processes(Ranks(1, 1, 2), device)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    with pytest.raises(ValueError, match="several GPUs need NCCL"):
+        distributed.start_processes(Ranks(1, 1, 2), torch.device("cuda", 1))
+
+
+def test_a_lost_process_is_one_sentence():
+    gloo = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1\nmore")
+    for error in (gloo, torch.distributed.DistBackendError("NCCL communicator was aborted on rank 0.\nmore")):
+        sentence = distributed.lost_process(error)
+        assert "another process of this run has ended" in sentence and "more" not in sentence
+    assert distributed.lost_process(RuntimeError("shapes differ")) is None
+
+
+def test_the_model_itself_with_batch_statistics_of_all_processes(monkeypatch):
+    model = nn.Sequential(nn.Conv2d(3, 2, 1), nn.BatchNorm2d(2))
+    ranks = Ranks(0, 0, 2)
+    assert distributed.without_wrapper(model, CPU, ranks, sync_bn=True) is model
+    monkeypatch.setattr(nn.Module, "to", lambda self, device: self)
+    found = distributed.without_wrapper(model, torch.device("cuda", 0), ranks, sync_bn=True)
+    assert found is model and isinstance(found[1], nn.SyncBatchNorm)
+    assert not isinstance(distributed.without_wrapper(nn.BatchNorm2d(2), CPU, ranks), nn.SyncBatchNorm)
 
 
 def test_one_process_of_a_launcher_uses_one_gpu(caplog):

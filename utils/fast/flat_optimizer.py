@@ -69,6 +69,15 @@ class FlatAverage:
         """[n] the parameters of the model."""
         return self.current[0]
 
+    def buffers(self):
+        """The buffers of the model and of its average, two flat tensors."""
+        return [self.current[1], self.averages[1]]
+
+    def state(self):
+        """All flat tensors, by a name for people."""
+        names = ("weights", "batch statistics", "average weights", "average statistics")
+        return dict(zip(names, (*self.current, *self.averages), strict=True))
+
     @torch.no_grad()
     def move(self, share):
         """Move each average by `share` [a tensor of one element] towards the current value."""

@@ -1,15 +1,18 @@
-"""The whole training step as a CUDA graph, captured once and replayed (--cuda-graph).
+"""The training step as two CUDA graphs, captured once and replayed (--cuda-graph).
 
-A graph holds the work of `FastSteps.work`, from the bytes of the images to the moving average, for one image shape,
-with or without the optimiser step at the end of an accumulation. Whatever changes from step to step lies in tensors
-that are written before a replay: images, the loss's candidates, learning rates, momentum and averaging weights. The
-loss scale never leaves the device.
+One graph holds the work from the bytes of the images to the collected gradients, for one image shape; the other the
+optimiser step and the moving average, for all shapes. Whatever changes from step to step lies in tensors that are
+written before a replay: images, the loss's candidates, learning rates, momentum and averaging weights. The loss scale
+never leaves the device.
+
+Between the two, several processes exchange their gradients, by an ordinary operation. So no process has to capture or
+replay at the same time as the others, and the watchdogs of the communication library see every exchange.
 
 The first steps of every shape are ordinary ones, so that cuDNN chooses its kernels and all state exists; capturing
 itself executes nothing. So neither disturbs the statistics of BatchNorm, the momentum or the average.
 
-The graph has room for the candidates of the largest batch so far and some more (`PaddedSizes`); a larger batch makes it
-be captured again, an exceptionally crowded one is trained without it.
+The graph of a shape has room for the candidates of the largest batch so far and some more (`PaddedSizes`); a larger
+batch makes it be captured again, an exceptionally crowded one is trained without it.
 """
 
 import logging
@@ -28,23 +31,24 @@ logger = logging.getLogger(__name__)
 
 
 class ImageShape:
-    """What is known of the batches of one image shape: their number, the sizes of their candidates, their graphs."""
+    """What is known of the batches of one image shape: their number, the sizes of their candidates, their graph."""
 
     def __init__(self):
-        self.num_steps, self.padded, self.graphs = 0, PaddedSizes(), {}  # graphs: {is_update: Captured}
+        self.num_steps, self.padded, self.captured = 0, PaddedSizes(), None
 
 
 class GraphSteps(FastSteps):
-    """FastSteps that replays a graph where it can. The loss has to be one of `loss.batched`.
+    """FastSteps that replays graphs where it can. The loss has to be one of `loss.batched`.
 
     Everything happens on a stream of its own, because the current one cannot be captured; others may go on as if it
     were the current stream.
     """
 
-    def __init__(self, trainer, interval=10):
-        super().__init__(trainer, interval)
+    def __init__(self, trainer, *args, **options):
+        super().__init__(trainer, *args, **options)
         self.is_off = None if self.is_sgd else "the optimiser is not SGD"
         self.loss, self.shapes = None, {}
+        self.num_updates, self.captured_update = 0, None
         self.counts = {"replayed": 0, "captured": 0, "ordinary": 0}
         if self.is_off:
             logger.warning("--cuda-graph: %s; steps are made without a graph", self.is_off)
@@ -55,7 +59,9 @@ class GraphSteps(FastSteps):
 
     def begin_epoch(self):
         super().begin_epoch()
-        if self.average is None or self.trainer.compute_loss is not self.loss:  # graphs would use what is gone
+        if self.average is None:  # graphs would use what is gone
+            self.shapes, self.num_updates, self.captured_update = {}, 0, None
+        if self.trainer.compute_loss is not self.loss:
             self.loss, self.shapes = self.trainer.compute_loss, {}
 
     def finish(self):
@@ -64,35 +70,43 @@ class GraphSteps(FastSteps):
             "CUDA graph: %s", ", ".join(f"{counted(count, 'step')} {kind}" for kind, count in self.counts.items())
         )
 
-    def items(self, batch, is_update):
+    def work(self, batch, iteration, is_update):
         with self.on_stream():
-            return self._items(batch, is_update)
+            super().work(batch, iteration, is_update)
 
-    def _items(self, batch, is_update):
+    def backward(self, batch):
         key = tuple(batch.images.shape)
         if self.is_off or (key not in self.shapes and len(self.shapes) >= MAX_KEYS):
-            return self._ordinary(batch, is_update)
+            return self._ordinary(batch)
         shape = self.shapes.setdefault(key, ImageShape())
         shape.num_steps += 1
         candidate_sets = self._prepare(batch, shape)
         sizes = [candidates.sizes for candidates in candidate_sets]
         if shape.num_steps <= WARM_UP_CALLS or shape.padded.is_crowded(sizes, batched_assigner.MAX_PAIRS):
-            return self._ordinary(batch, is_update)
-        captured = shape.graphs.get(is_update)
-        if captured is None or not shape.padded.fits(sizes):
-            captured, candidate_sets = self._capture_for(batch, sizes, shape, is_update)
-            if captured is None:
-                return self._ordinary(batch, is_update)
-        return self.replay(captured, batch.images, candidate_sets)
-
-    def replay(self, captured, images, candidate_sets):
-        """Queue the captured step on a batch; returns its items, valid until the next one."""
+            return self._ordinary(batch)
+        if shape.captured is None or not shape.padded.fits(sizes):
+            candidate_sets = self._capture_for(batch, sizes, shape)
+            if self.is_off:
+                return self._ordinary(batch)
         self.counts["replayed"] += 1
-        return captured.replay(inputs(images, candidate_sets))
+        return self.replay(shape.captured, inputs(batch.images, candidate_sets))
 
-    def _ordinary(self, batch, is_update):
+    def update(self):
+        self.num_updates += 1
+        if self.captured_update is None and self.num_updates > WARM_UP_CALLS and not self.is_off:
+            self.captured_update = self._capture(super().update, [], "optimiser step and moving average")
+        if self.captured_update is None:
+            super().update()
+        else:
+            self.replay(self.captured_update, [])
+
+    def replay(self, captured, new_inputs):
+        """Queue captured work on `new_inputs`; returns what it returned, valid until the next time."""
+        return captured.replay(new_inputs)
+
+    def _ordinary(self, batch):
         self.counts["ordinary"] += 1
-        return super().items(batch, is_update)
+        return super().backward(batch)
 
     def _prepare(self, batch, shape):
         """The CandidateSets of a batch, with the padded sizes of its image shape if they are large enough."""
@@ -100,33 +114,36 @@ class GraphSteps(FastSteps):
         grids = [(num_images, head.na, height // s, width // s, head.no) for s in map(int, head.stride.tolist())]
         return self.loss.prepare(batch.targets, grids, (height, width), at_least=shape.padded.sizes)
 
-    def _capture_for(self, batch, sizes, shape, is_update):
-        """(Captured, CandidateSets of its sizes) with room for `sizes`; (None, ...) if that fails, then for good."""
+    def _capture_for(self, batch, sizes, shape):
+        """Capture the graph of `shape` with room for `sizes`; returns the CandidateSets of the batch, as large."""
         if not shape.padded.fits(sizes):
             shape.padded.grow(sizes)
             self.wait()
-            shape.graphs.clear()  # they are too small for what may come
+            shape.captured = None  # it is too small for what may come
         candidate_sets = self._prepare(batch, shape)
-        try:
-            shape.graphs[is_update] = captured = self._capture(batch.images, candidate_sets, is_update)
-        except RuntimeError as error:
-            self.is_off, self.shapes = str(error).splitlines()[0], {}
-            logger.warning("--cuda-graph: the step cannot be captured (%s); the run goes on without", self.is_off)
-            return None, candidate_sets
-        self.counts["captured"] += 1
-        images = " x ".join(map(str, batch.images.shape))
-        logger.info("CUDA graph %d captured: images %s, %s optimiser step, room for %s", self.counts["captured"],
-                    images, "with" if is_update else "without", shape.padded.sizes)  # fmt: skip
-        return captured, candidate_sets
-
-    def _capture(self, images, candidate_sets, is_update):
-        images = torch.empty_like(images)
+        images = torch.empty_like(batch.images)
         static = [candidates.to(self.device) for candidates in candidate_sets]
-        body = partial(self.work_on_bytes, images, partial(self.loss.compute, candidate_sets=static), is_update)
-        return Captured(self.record, body, inputs(images, static))
+        body = partial(self.backward_from_bytes, images, partial(self.loss.compute, candidate_sets=static))
+        size = " x ".join(map(str, images.shape))
+        shape.captured = self._capture(body, inputs(images, static), f"images {size}, room for {shape.padded.sizes}")
+        return candidate_sets
 
-    def work_on_bytes(self, images, compute_loss, is_update):
-        return self.work(as_float(images), compute_loss, is_update)
+    def backward_from_bytes(self, images, compute_loss):
+        return self.forward_backward(as_float(images), compute_loss)
+
+    def _capture(self, body, static_inputs, description):
+        """A Captured of `body`; None if that fails, and then nothing is captured or replayed any more."""
+        try:
+            captured = Captured(self.record, body, static_inputs)
+        except RuntimeError as error:
+            self.wait()
+            self.trainer.optimizer.zero_grad()  # a backward pass that was not executed may have left some
+            self.is_off, self.shapes, self.captured_update = str(error).splitlines()[0], {}, None
+            logger.warning("--cuda-graph: the step cannot be captured (%s); the run goes on without", self.is_off)
+            return None
+        self.counts["captured"] += 1
+        logger.info("CUDA graph %d captured: %s", self.counts["captured"], description)
+        return captured
 
     def record(self, body):
         """Capture `body`; returns the graph and what `body` returned, which each replay writes anew."""

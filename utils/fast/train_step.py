@@ -13,6 +13,7 @@ import torch
 
 from utils.engine.batches import Batch
 from utils.engine.trainer import Trainer
+from utils.fast.exchange import Alone
 from utils.fast.flat_optimizer import FlatAverage, FlatSGD, trained
 from utils.fast.loss_readback import ReadBack
 from utils.fast.prefetcher import as_float, to_device
@@ -29,16 +30,18 @@ class FastSteps:
     """Makes the steps of a Trainer, by the same methods; the Trainer stays the owner of all state.
 
     `interval` is the number of steps between two read-backs of the losses. Another optimiser than SGD makes its own
-    steps, and those wait for the device when the loss is scaled.
+    steps, and those wait for the device when the loss is scaled. `open_exchange(device)` joins the other processes of a
+    run whose model is not wrapped.
     """
 
-    def __init__(self, trainer: Trainer, interval: int = 10):
+    def __init__(self, trainer: Trainer, interval: int = 10, open_exchange: Callable[..., Alone] = Alone):
         self.trainer = trainer
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
         for model in (trainer.model, trainer.ema.ema):
             unwrap(model).to(memory_format=torch.channels_last)
         self.device = next(trainer.model.parameters()).device
         self.losses = ReadBack(interval, self.device)
+        self.exchange = open_exchange(self.device)
         self.is_sgd = isinstance(trainer.optimizer, torch.optim.SGD)
         if not self.is_sgd:
             logger.warning("--fast-step knows SGD only; %s makes its own steps", type(trainer.optimizer).__name__)
@@ -50,6 +53,7 @@ class FastSteps:
 
     def begin_epoch(self) -> None:
         self.trainer.begin_epoch()
+        self.exchange.begin_epoch(self.trainer)
         if self.average and not self.average.is_valid():  # somebody has given the model other tensors
             self.average = self.sgd = None
         if self.sgd:  # its gradients lie beside the parameters', where the optimiser does not find them
@@ -64,9 +68,7 @@ class FastSteps:
             # Queued before the work that reads the numbers. Work of earlier steps is ahead of it in the stream, and
             # still sees the old ones.
             self._send_numbers()
-        items = self.items(batch, is_update)
-        # At once: a captured step writes its items to the same place every time.
-        self.losses.add(items, iteration, batch.paths)
+        self.work(batch, iteration, is_update)
         # Last, after everything is queued: while the host looks for what has arrived, the device has work.
         return self.losses.known()
 
@@ -75,6 +77,13 @@ class FastSteps:
         return self.losses.rest()
 
     def end_epoch(self) -> list[float]:
+        if self.average:
+            state = self.average.state()
+            if self.sgd:
+                state["momentum"] = self.sgd.momentum
+            if self.trainer.scaler.is_enabled():
+                state["loss scale"] = self.trainer.scaler._scale
+            self.exchange.end_epoch(self.average.buffers(), state)
         return self.trainer.end_epoch()
 
     def scalars(self) -> dict[str, float]:
@@ -82,33 +91,42 @@ class FastSteps:
         return self.losses.statistics.scalars()
 
     def finish(self) -> None:
+        self.exchange.finish()
         logger.info("%s", self.losses.statistics)
 
-    def items(self, batch: Batch, is_update: bool) -> torch.Tensor:
-        """Train on one batch; returns the loss items [4] on the device."""
+    def work(self, batch: Batch, iteration: int, is_update: bool) -> None:
+        """Queue all that the device does in a step."""
+        items = self.backward(batch)
+        # At once: captured work writes its items to the same place every time, and an update may use that memory.
+        self.losses.add(items, iteration, batch.paths)
+        if is_update:
+            if self.sgd:  # for other optimisers the model is wrapped
+                self.exchange.add_gradients(self.sgd.gradient, iteration)
+            self.update()
+
+    def backward(self, batch: Batch) -> torch.Tensor:
+        """Add the gradients of one batch; returns its loss items [4] on the device."""
         images = as_float(batch.images)
-        return self.work(
-            images, lambda predicted: self.trainer.compute_loss(predicted, batch.targets, images), is_update
+        return self.forward_backward(
+            images, lambda predicted: self.trainer.compute_loss(predicted, batch.targets, images)
         )
 
-    def work(self, images: torch.Tensor, compute_loss: Callable, is_update: bool) -> torch.Tensor:
-        """What the device does in a step: forward and backward pass, then SGD and moving average if `is_update`.
+    def forward_backward(self, images: torch.Tensor, compute_loss: Callable) -> torch.Tensor:
+        """Forward and backward pass; images [B x 3 x H x W] float, `compute_loss` makes loss and items of predictions.
 
-        images [B x 3 x H x W] float; `compute_loss` makes loss and items of the predictions. No line may read a value
-        back, or depend on one: a graph captures all of it.
+        No line may read a value back, or depend on one: a graph captures all of it, and all of `update`.
         """
         trainer = self.trainer
         with trainer.autocast():
             loss, items = compute_loss(trainer.network(images))
-        trainer.scaler.scale(loss * trainer.loss_factor).backward()
+        # The factor is meant for DDP's mean over the processes; the exchange takes the sum.
+        trainer.scaler.scale(loss * (trainer.loss_factor / self.exchange.world_size)).backward()
         if self.average is None:  # between the first gradients and their first use
             self._lay_out()
         if self.sgd:
             # After every backward pass, not only before an update: the parameters have no gradient in the next one, so
             # autograd stores its tensors as they are instead of adding to each.
             self.sgd.collect()
-        if is_update:
-            self._update()
         return items
 
     def _lay_out(self):
@@ -119,15 +137,17 @@ class FastSteps:
         if self.is_sgd:
             self.sgd = FlatSGD(trainer.optimizer, trainer.scaler, groups, self.average.weights)
 
-    def _update(self):
-        trainer = self.trainer
+    def update(self) -> None:
+        """SGD with the gradients collected, then the moving average."""
+        trainer, average = self.trainer, self.average
+        assert average is not None
         if self.sgd:
             self.sgd.step(self.numbers[:-1])
         else:
             trainer.scaler.step(trainer.optimizer)
             trainer.scaler.update()
             trainer.optimizer.zero_grad()
-        self.average.move(self.numbers[-1])  # after the step: it averages the new weights
+        average.move(self.numbers[-1])  # after the step: it averages the new weights
 
     def _send_numbers(self):
         """Send the numbers of the coming update to the device."""

@@ -8,6 +8,7 @@ import threading
 from argparse import Namespace
 from collections.abc import Callable
 
+from utils.system.distributed import lost_process
 from utils.system.files import printable
 from utils.system.streams import LastingStream, keep_streams
 
@@ -58,6 +59,9 @@ def run(main: Callable[[Namespace], None], opt: Namespace) -> None:
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
         if is_out_of_memory(error) and os.environ.get("YOLOV7FAST_TRACEBACK") != "1":
             sys.exit(refuse(ValueError(out_of_memory(error, opt))))
+        lost = lost_process(error)
+        if lost and os.environ.get("YOLOV7FAST_TRACEBACK") != "1":
+            sys.exit(refuse(ValueError(lost)))
         if isinstance(error, RuntimeError) and not str(error).startswith(tuple(MACHINE_FAULTS)):
             raise
         if os.environ.get("YOLOV7FAST_TRACEBACK") == "1":

@@ -21,6 +21,7 @@ from utils.engine.checkpoint import Checkpoints
 from utils.engine.evaluate import evaluate
 from utils.engine.trainer import Trainer
 from utils.loss import losses_by_epoch
+from utils.system import distributed
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class Paths:
     batches: Callable = batches.plain  # (loader, device) -> Batch after Batch
     losses: Callable = losses_by_epoch  # (model, epochs) -> function of the epoch that names its loss, validation loss
     forward: Callable[[nn.Module], nn.Module] = itself  # model -> what training calls: other code over the same tensors
+    data_parallel: Callable = distributed.data_parallel  # (model, device, ranks, devices, sync_bn) -> model
     compile: Callable[[nn.Module, Callable], None] = stays_eager  # (model, what is told the seconds it took); in place
     steps: Callable[[Trainer], Any] = itself  # trainer -> what makes its steps, by the methods of Trainer
     evaluate: Callable = evaluate  # scores the epochs before the last, which are not drawn
@@ -72,6 +74,7 @@ def table(opt: Namespace, device: torch.device) -> tuple[FastPath, ...]:
     on_gpu, loader, changing = device.type == "cuda", loader_options(opt, device), asked(opt, "multi_scale", "rect")
     compiling = "USE_COMPILE=1" if is_on("USE_COMPILE") else None
     compiler = load("utils.fast.compile:options_from_environment")() if compiling else ()
+    several = step if getattr(opt, "world_size", 1) > 1 else None
     return (
         FastPath("loader", describe(loader), " ".join(filter(None, (asked(opt, name) for name in LOADER_FLAGS))), None,
                  lambda _: loader),
@@ -83,15 +86,17 @@ def table(opt: Namespace, device: torch.device) -> tuple[FastPath, ...]:
                  lambda plain: partial(plain, targets_device=targets_device)),
         FastPath("batches", "copied ahead on a side stream, as bytes" if on_gpu else "as bytes", step, None,
                  lambda _: load("utils.fast.prefetcher:Prefetcher")(targets_device, floats=opt.multi_scale)),
+        FastPath("data_parallel", "gradients added in one piece (fast/exchange.py)", several, why_wrapped(opt),
+                 lambda _: distributed.without_wrapper),
         FastPath("forward", "fused kernels (models/fused.py)", step, step and why_not_fused(opt, device, compiling),
                  lambda _: load("models.fused:fused_model")),
         FastPath("compile", f"torch.compile ({', '.join(compiler)})", compiling,
                  changing and f"no effect with {changing}, image sizes change",
                  lambda _: partial(load("utils.fast.compile:compile_model"), options=compiler), is_loud=True),
         FastPath("steps", f"no waiting, losses every {opt.sync_interval} steps", step, None,
-                 lambda _: partial(load("utils.fast.train_step:FastSteps"), interval=opt.sync_interval)),
+                 lambda _: partial(load("utils.fast.train_step:FastSteps"), **step_options(opt))),
         FastPath("steps", "captured in a CUDA graph", graph, why_no_graph(opt, device),
-                 lambda _: partial(load("utils.fast.graph_step:GraphSteps"), interval=opt.sync_interval),
+                 lambda _: partial(load("utils.fast.graph_step:GraphSteps"), **step_options(opt)),
                  is_loud=opt.cuda_graph),
         FastPath("evaluate", "on the device, in batches (fast/validation.py)", asked(opt, "fast_val", "fast"), None,
                  lambda _: load("utils.fast.validation:FastValidation")()),
@@ -108,7 +113,7 @@ def choose(opt: Namespace, device: torch.device) -> Paths:
         precision = opt.amp or ("fp16" if device.type == "cuda" else "off")
         rows.append(("amp", precision, asked(opt, "amp") or default))
     for row in [("seam", "chosen", "why"), *rows] if rows else ():
-        logger.info("%-11s | %-47s | %s", *row)
+        logger.info("%-13s | %-47s | %s", *row)
     if asked(opt, "sync_interval") and not wanted_for_a_step(opt, "fast_step"):
         logger.warning("--sync-interval %d has no effect without --fast-step", opt.sync_interval)
     return paths
@@ -122,6 +127,7 @@ def for_trials(opt: Namespace, device: torch.device) -> Paths:
         "cuda_graph": False,
         "fast_step": opt.fast_step or every,
         "fast_loss": opt.fast_loss or every,
+        "world_size": 1,  # each process tries sizes of its own
     }
     return fill_seams(Namespace(**vars(opt) | flags), device)[0]
 
@@ -177,7 +183,7 @@ def why_no_graph(opt: Namespace, device: torch.device) -> str | None:
     """What keeps the steps of this run from being captured in a CUDA graph."""
     return _first({
         "there is no CUDA device": device.type != "cuda",
-        **_many_gpus(opt),
+        **_not_bare(opt),
         "--multi-scale changes the shape of every batch": opt.multi_scale,
         "--adam has no step for it, SGD has": opt.adam,
     })  # fmt: skip
@@ -187,14 +193,30 @@ def why_not_fused(opt: Namespace, device: torch.device, compiling: str | None) -
     """What keeps the model from running by the kernels of models/fused.py."""
     return _first({
         "Triton and a GPU are needed": not has_triton(device),
-        **_many_gpus(opt),
+        **_not_bare(opt),
         "torch.compile makes its own": compiling,
     })  # fmt: skip
 
 
-def _many_gpus(opt):
-    return {"gradients travel between several processes": getattr(opt, "world_size", 1) > 1,
-            "several GPUs in one process": "," in str(opt.device)}  # fmt: skip
+def step_options(opt: Namespace) -> dict[str, Any]:
+    """Keyword arguments of FastSteps and GraphSteps."""
+    options = {"interval": opt.sync_interval}
+    if getattr(opt, "world_size", 1) > 1 and not why_wrapped(opt):
+        options["open_exchange"] = partial(load("utils.fast.exchange:Exchange"), timeout=opt.loader_timeout)
+    return options
+
+
+def why_wrapped(opt: Namespace) -> str | None:
+    """What keeps several processes from exchanging gradients without DistributedDataParallel."""
+    return "--adam has no flat gradient" if opt.adam else None
+
+
+def _not_bare(opt):
+    """What stands between the steps and the modules of the model."""
+    several = getattr(opt, "world_size", 1) > 1
+    return {"--sync-bn exchanges statistics within the model": several and opt.sync_bn,
+            "the model is wrapped for several processes": several and why_wrapped(opt),
+            "several GPUs in one process": "," in str(opt.device) and not several}  # fmt: skip
 
 
 def _first(obstacles):

@@ -3,9 +3,10 @@
 import logging
 import os
 import random
+import shutil
 import time
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,11 @@ import torch
 import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
+
+RESUME_ADVICE = "; train.py --resume goes on after the last complete epoch"
+# What errors of gloo and NCCL say when another process has gone, or when they cannot reach it.
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "NCCL error",
+        "NCCL communicator was aborted", "failed to recv", "Socket Timeout")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,14 +60,45 @@ def read_ranks(local_rank=-1):
 def start_processes(ranks, device):
     """Join the process group of this run: NCCL between GPUs, gloo on the CPU. Nothing to do for a single process."""
     if ranks.is_distributed and not dist.is_initialized():
+        if device.type == "cuda" and not dist.is_nccl_available():
+            raise ValueError("several GPUs need NCCL, which this torch was built without: use one GPU or another torch")
         backend, which = ("nccl", {"device_id": device}) if device.type == "cuda" else ("gloo", {})
-        dist.init_process_group(backend, init_method="env://", **which)  # NCCL would guess its GPU, and say so
+        try:
+            dist.init_process_group(backend, init_method="env://", **which)  # NCCL would guess its GPU, and say so
+        except RuntimeError as error:
+            raise cannot_exchange(error, device) from error
 
 
 def stop_processes():
     """Leave the process group, if there is one."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def lost_process(error: BaseException) -> str | None:
+    """One sentence about an error of a collective operation whose other side has gone; None for any other error."""
+    text = str(error)
+    is_ours = isinstance(error, dist.DistError) if dist.is_available() else False
+    if not is_ours and not any(sign in text for sign in LOST):
+        return None
+    reason = text.strip().splitlines()[0]
+    return f"another process of this run has ended, or cannot be reached{RESUME_ADVICE} ({reason})"
+
+
+def cannot_exchange(error: BaseException, device: torch.device) -> ValueError:
+    """What to raise when processes on such devices could not exchange anything from the start, because of `error`."""
+    reason = str(error).strip().splitlines()[0]
+    return ValueError(f"the processes cannot exchange data: {exchange_advice(device)} ({reason})")
+
+
+def exchange_advice(device: torch.device) -> str:
+    """What to look at when processes on such devices cannot exchange data."""
+    if device.type != "cuda":
+        return "GLOO_SOCKET_IFNAME=NAME names the network interface that gloo shall use"
+    advice = "NCCL_P2P_DISABLE=1 helps GPUs without peer access, NCCL_SHM_DISABLE=1 where /dev/shm is too small"
+    with suppress(OSError):
+        advice += f" (it has {shutil.disk_usage('/dev/shm').total / 2**20:,.0f} MB)"
+    return advice + ", NCCL_SOCKET_IFNAME=NAME names the network interface, NCCL_DEBUG=INFO tells more"
 
 
 @contextmanager
@@ -146,14 +183,20 @@ def data_parallel(model, device, ranks, devices="", sync_bn=False):
     """
     on_gpu = device.type == "cuda"
     if ranks.world_size > 1:
-        if sync_bn and on_gpu:
-            model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).to(device)
+        model = without_wrapper(model, device, ranks, devices, sync_bn)
         # In channels-last order a weight of one cell has two orders that are the same; its gradient may have the other.
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
         return torch.nn.parallel.DistributedDataParallel(model, device_ids=[device] if on_gpu else None)
     if on_gpu and not ranks.is_distributed and "," in str(devices):
         logger.warning("several GPUs in one process are slow: start with torchrun --nproc_per_node N train.py ...")
         return torch.nn.DataParallel(model)
+    return model
+
+
+def without_wrapper(model, device, ranks, devices="", sync_bn=False):
+    """As `data_parallel`, for steps that exchange gradients themselves: the bare model, its BatchNorm as asked for."""
+    if sync_bn and device.type == "cuda" and ranks.world_size > 1:
+        return torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).to(device)
     return model
 
 
