@@ -80,7 +80,7 @@ def train(given):
     steps = paths.steps(trainer)
 
     stride = max(int(model.stride.max()), 32)
-    loaders = open_loaders(run, paths.loader, stride, progress.start_epoch)
+    loaders = open_loaders(run, paths.loader, stride, progress.start_epoch, paths.shares_validation)
     resume.note_images(progress, loaders.dataset.img_files, opt)
     report, checkpoints = open_records(given, paths, progress, heads_of(model))
     report.also(steps.scalars)
@@ -120,7 +120,7 @@ def train(given):
             batches = multi_scaled(batches, loaders.image_size, stride)
         rates = train_one_epoch(epoch, num_batches, trainable(batches), steps, report)
         progress.trained, progress.random_states = progress.trained + 1, random_state.of_all_ranks(ranks)
-        if ranks.is_main:
+        if ranks.is_main or paths.shares_validation:
             finish_epoch(epoch, rates, opt, trainer, progress, validate, report, checkpoints)
     steps.finish()
     hours = (time.monotonic() - started) / 3600
@@ -176,7 +176,7 @@ def validate_ema(run, paths, ema, loader, compute_loss, is_last):
     """Score the moving average (in half precision on a GPU); returns results, AP of classes, HeadScores."""
     opt, names = run.options, run.data.names
     is_drawn = is_last and not opt.evolve
-    evaluation = (partial(evaluate, plot_dir=opt.save_dir) if is_drawn else paths.evaluate)(
+    evaluation = paths.together(partial(evaluate, plot_dir=opt.save_dir) if is_drawn else paths.evaluate)(
         ema.ema_for_evaluation(half=run.device.type == "cuda"), loader, run.data.nc, names, single_cls=opt.single_cls,
         compute_loss=compute_loss, v5_metric=opt.v5_metric,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from utils.data.scan import ScannedDataset
 from utils.data.stream import LoadImages
 from utils.data.transforms import augment_hsv, letterbox
 from utils.data.worker_errors import end_with_a_lost_batch
-from utils.system.distributed import rank_zero_first
+from utils.system.distributed import first_on_each_machine
 from utils.system.memory import warn_about_shared_memory
 
 __all__ = [
@@ -52,6 +52,7 @@ def create_dataloader(
     prefix: str = "",
     subset_filter: Callable[[ScannedDataset], ScannedDataset] | None = None,
     keypoints: tuple | None = None,
+    share: tuple[int, int] | None = None,
     persistent_workers: bool = False,
     worker_tensor: bool = False,
     **fast: Any,
@@ -59,16 +60,20 @@ def create_dataloader(
     """The (loader, dataset) for `path` (folder, list file, or list of those). `opt` needs only `.single_cls`.
 
     `fast`: further fields of data.fast.loader.LoaderOptions; with any of them, or a flag, that module makes the loader.
+    `share` (rank, processes) is given by all processes, each of which reads its part of the batches, in their order.
     stock behaviour: a single process (rank -1) takes the images in their order, without shuffling.
     """
     # OpenCV's own threads would compete with the workers, and do not survive the fork that makes them.
     cv2.setNumThreads(0)
-    with rank_zero_first(rank):  # the main process writes the caches, the others read them
+    # the first process of a machine writes the caches, the others read them
+    with first_on_each_machine(share[0] if share else rank):
         dataset = LoadImagesAndLabels(
             path, imgsz, batch_size, augment=augment, hyp=hyp, rect=rect, image_weights=image_weights,
             cache_images=cache, single_cls=opt.single_cls, stride=int(stride), pad=pad, prefix=prefix,
-            subset_filter=subset_filter, keypoints=keypoints,
+            subset_filter=subset_filter, keypoints=keypoints, share=share,
         )  # fmt: skip
+    if not len(dataset):  # more processes than batches
+        return [], dataset
     batch_size = min(batch_size, len(dataset))
     workers = min((os.cpu_count() or 1) // world_size, batch_size if batch_size > 1 else 0, workers)
     if persistent_workers or worker_tensor or fast:
@@ -79,10 +84,14 @@ def create_dataloader(
             dataset, batch_size, workers, options, rank=rank, world_size=world_size, image_weights=image_weights,
             collate_fn=collate_fn, collate_fn4=collate_fn4 if quad else None,
         ), dataset  # fmt: skip
+    return _reference_loader(dataset, batch_size, workers, rank, image_weights, quad), dataset
+
+
+def _reference_loader(dataset, batch_size, workers, rank, image_weights, quad):
     warn_about_shared_memory(workers * 2 * batch_size * 3 * dataset.max_pixels)
     # Weighted indices change every epoch, so their workers must start anew; all others live for ever.
     loader_class = DataLoader if image_weights else InfiniteDataLoader
-    loader = loader_class(
+    return loader_class(
         dataset,
         batch_size=batch_size,
         sampler=DistributedSampler(dataset) if rank != -1 else None,
@@ -92,4 +101,3 @@ def create_dataloader(
         timeout=STUCK if workers else 0,
         worker_init_fn=end_with_a_lost_batch,
     )
-    return loader, dataset

@@ -4,6 +4,7 @@ import logging
 import os
 import random
 import socket
+from datetime import timedelta
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from utils.system import distributed
-from utils.system.distributed import Ranks, init_seeds, rank_zero_first, read_ranks, select_device, unwrap
+from utils.system import distributed, rendezvous
+from utils.system.distributed import Ranks, first_on_each_machine, init_seeds, read_ranks, select_device, unwrap
 
 CPU = torch.device("cpu")
 
@@ -76,14 +77,21 @@ def group(environment, monkeypatch):
     distributed.start_processes(ranks, CPU)
     yield ranks
     distributed.stop_processes()
+    rendezvous.fresh_store.cache_clear()
 
 
 def test_group_of_one(group):
     distributed.start_processes(group, CPU)  # a second call is harmless
     assert torch.distributed.get_backend() == "gloo"
     assert distributed.broadcast_indices([3, 1, 2], 0, CPU) == [3, 1, 2]
-    with rank_zero_first(0):
+    with first_on_each_machine(0):
         pass
+    model = nn.BatchNorm1d(2)
+    distributed.broadcast_tensors(model.state_dict().values())  # two types in one go
+    assert model.running_var.tolist() == [1, 1] and model.num_batches_tracked == 0
+    assert distributed.gather_lists([(torch.ones(1), "a")]) == [(torch.ones(1), "a")]
+    assert distributed.gather_lists([]) == [] and distributed.from_rank_zero("a") == "a"
+    assert distributed.gather_everywhere(3) == [3]
     model = nn.Linear(2, 2)
     assert distributed.data_parallel(model, CPU, group, "0,1", sync_bn=True) is model, (
         "it has nobody to share gradients with"
@@ -98,8 +106,11 @@ def test_nccl_is_told_its_gpu(monkeypatch):
     calls = []
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *words, **names: calls.append((words, names)))
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(rendezvous, "fresh_store", lambda *place: place)
     distributed.start_processes(Ranks(1, 1, 2), torch.device("cuda", 1))
-    assert calls == [(("nccl",), {"init_method": "env://", "device_id": torch.device("cuda", 1)})]
+    place = {"store": (1, 2), "rank": 1, "world_size": 2, "timeout": rendezvous.WAIT}
+    assert calls == [(("nccl",), place | {"device_id": torch.device("cuda", 1)})]
+    assert timedelta(minutes=10) < rendezvous.WAIT, "rank 0 may need longer for a validation"
 
 
 def test_what_keeps_processes_apart_is_one_sentence(monkeypatch):
@@ -149,30 +160,36 @@ def test_nothing_happens_in_a_single_process():
     assert unwrap(nn.DataParallel(model)) is model
 
 
+FIRST, LATER = ["body", "barrier"], ["barrier", "body"]
+
+
 @pytest.mark.parametrize(
-    ("rank", "expected"), [(-1, ["body"]), (0, ["body", "barrier"]), (1, ["barrier", "body"]), (7, ["barrier", "body"])]
-)
-def test_rank_zero_goes_first(rank, expected, monkeypatch):
+    ("rank", "local_rank", "expected"),
+    [(-1, None, ["body"]), (0, None, FIRST), (1, None, LATER), (0, 0, FIRST), (1, 1, LATER), (2, 0, FIRST)],
+)  # fmt: skip
+def test_one_process_of_each_machine_goes_first(rank, local_rank, expected, monkeypatch, environment):
+    if local_rank is not None:
+        environment(LOCAL_RANK=local_rank)
     calls = []
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "barrier", lambda: calls.append("barrier"))
-    with rank_zero_first(rank):
+    with first_on_each_machine(rank):
         calls.append("body")
     assert calls == expected
 
 
-def test_the_others_do_not_wait_for_a_rank_zero_that_failed(monkeypatch):
+def test_the_others_do_not_wait_for_a_first_one_that_failed(monkeypatch, environment):
     calls = []
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "barrier", lambda: calls.append("barrier"))
-    with pytest.raises(KeyError), rank_zero_first(0):
+    with pytest.raises(KeyError), first_on_each_machine(0):
         raise KeyError
     assert calls == ["barrier"]
 
 
-def test_rank_zero_first_in_one_process():
+def test_nobody_waits_without_a_group():
     for rank in (-1, 0, 1):
-        with rank_zero_first(rank):
+        with first_on_each_machine(rank):
             pass
 
 

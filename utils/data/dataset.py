@@ -33,7 +33,7 @@ class LoadImagesAndLabels(Dataset):
 
     `path` is a folder, a list file, or a list of those; `pad` is in strides; `hyp` is needed only for augmenting;
     `subset_filter(ScannedDataset)` may leave a part of it; `cache_images` is "disk", or true for memory; `keypoints`
-    are those of DataConfig.
+    are those of DataConfig; `share` (number, of how many) keeps a part of the batches, which stay what they are.
 
     `labels` float32 [n x 5: class, x, y, w, h normalised] and `segments` (polygons [m x 2] normalised, one for each
     label or none at all) are lists with one entry an image; `shapes` [n x 2] is (width, height) of the files.
@@ -58,6 +58,7 @@ class LoadImagesAndLabels(Dataset):
         prefix: str = "",
         subset_filter: Callable[[ScannedDataset], ScannedDataset] | None = None,
         keypoints: tuple | None = None,
+        share: tuple[int, int] | None = None,
     ) -> None:
         self.hyp = hyp or {}
         missing = [key for key in AUGMENTATION_KEYS if key not in self.hyp] if augment else []
@@ -94,8 +95,20 @@ class LoadImagesAndLabels(Dataset):
         self.memory_cache = None
         if cache_images == "disk":
             use_disk_cache(self, prefix)
-        elif cache_images:
+        if share:
+            self._keep_share(*share)
+        if self.n and cache_images and cache_images != "disk":
             use_memory_cache(self, prefix)
+
+    def _keep_share(self, number, count):
+        """Keep part `number` of `count` parts of the batches: whole ones, one after the other, as they are."""
+        batches = np.array_split(np.arange(self.batch[-1] + 1), count)[number]
+        chosen = np.flatnonzero(np.isin(self.batch, batches))
+        for name in ("img_files", "label_files", "labels", "segments", "imgs"):
+            entries = getattr(self, name)
+            setattr(self, name, [entries[i] for i in chosen])
+        self.shapes, self.batch, self.n = self.shapes[chosen], self.batch[chosen], len(chosen)
+        self.indices = range(self.n)
 
     def _sort_by_aspect_ratio(self):
         """Wide images first. The order of equal ratios is that of NumPy's default sort, as in stock."""

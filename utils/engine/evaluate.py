@@ -52,22 +52,24 @@ def evaluate(
     model: nn.Module, loader: DataLoader, nc: int, names: Sequence[str], *, conf_thres: float = CONF_THRES,
     iou_thres: float = IOU_THRES, single_cls: bool = False, augment: bool = False, compute_loss: Callable | None = None,
     hybrid: bool = False, v5_metric: bool = False, plot_dir: str | Path | None = None, sinks: Iterable = (),
+    gather: Callable[[list], list] = list,
 ) -> Evaluation:  # fmt: skip
     """Run `model` (in evaluation mode; its device and precision are used) over `loader` and score the detections.
 
     `compute_loss(maps, targets)` adds the validation losses. `plot_dir` asks for plots there; each of `sinks` is given
     (path, detections, image shape) of every image. With `hybrid` the labels compete with the detections in NMS.
+    `gather` makes of a list that of all processes that share the images, in their order.
     """
     weight, names = next(model.parameters()), class_names(names, taken=("background",))
     scores, confusion = DetectionScores(), ConfusionMatrix(nc)
-    losses, seconds = torch.zeros(3, device=weight.device), {"inference": 0.0, "nms": 0.0}
+    losses, seconds = [], {"inference": 0.0, "nms": 0.0}
     for index, (images, targets, paths, shapes) in enumerate(tqdm(loader, desc=HEADER)):
         images, targets = images.to(weight.device, weight.dtype) / 255, targets.to(weight.device)
         shape = images.shape[2:]
         with timed(seconds, "inference", weight.device):
             predictions, maps = model(images, augment=augment)
         if compute_loss is not None:
-            losses += compute_loss(in_float32(maps), targets)[1][:3]
+            losses.append(compute_loss(in_float32(maps), targets)[1][:3])
         in_pixels = targets * targets.new_tensor([1, 1, shape[1], shape[0], shape[1], shape[0]])
         known = [in_pixels[in_pixels[:, 0] == i, 1:] for i in range(len(images))] if hybrid else ()
         with timed(seconds, "nms", weight.device):
@@ -88,14 +90,24 @@ def evaluate(
         if plot_dir and index < 3:
             plot_batch(images, targets, detections, paths, names, Path(plot_dir) / f"test_batch{index}")
 
+    times = [1e3 * spent / max(scores.num_images, 1) for spent in seconds.values()]
+    losses, scores.images, matrices = gather(losses), gather(scores.images), gather([confusion.matrix])
+    confusion.matrix = sum(matrices)
     summary = scores.summary(nc, v5_metric)
-    if summary.problem:
+    if summary.problem and matrices:  # not what was gathered elsewhere
         logger.warning("Validation: %s", summary.problem)
     if plot_dir:
         plots.plot_curves(summary.curves, plot_dir, names)
         plots.plot_confusion_matrix(confusion.matrix, names, plot_dir)
-    times = [1e3 * spent / max(scores.num_images, 1) for spent in seconds.values()]
-    return Evaluation(summary, (losses / max(len(loader), 1)).tolist(), (*times, sum(times)))
+    return Evaluation(summary, mean_losses(losses), (*times, sum(times)))
+
+
+def mean_losses(losses: Sequence[torch.Tensor]) -> list[float]:
+    """The mean of the loss items [3] of all batches, summed in their order; zeros of none."""
+    total = torch.zeros(3, device=losses[0].device if losses else None)
+    for items in losses:
+        total += items
+    return (total / max(len(losses), 1)).tolist()
 
 
 @contextmanager

@@ -14,7 +14,8 @@ import numpy as np
 from utils.config.flags import TRAIN_FLAGS
 from utils.config.options import plain_values
 from utils.system import random_state
-from utils.system.distributed import unwrap
+from utils.system.distributed import gather_everywhere, unwrap
+from utils.system.files import counted
 
 logger = logging.getLogger(__name__)
 
@@ -98,12 +99,13 @@ def note_images(progress, img_files, opt):
     """Remember how many images are trained on and, as a digest, which; say it when a resumed run had others.
 
     With --strict-data it is a ValueError. An image is known by its own name and that of its folder, so that the data
-    set may move.
+    set may move. ValueError when the processes have different ones: their epochs would not end together.
     """
     digest = hashlib.sha256()
     for name in sorted("/".join(Path(file).parts[-2:]) for file in img_files):
         digest.update(name.encode("utf-8", "surrogateescape") + b"\n")
     before, progress.images = progress.images, {"count": len(img_files), "digest": digest.hexdigest()[:16]}
+    _check_same_everywhere(progress.images, opt)
     if not isinstance(before, dict) or before == progress.images:
         return
     problem = (
@@ -113,6 +115,16 @@ def note_images(progress, img_files, opt):
     if opt.strict_data:
         raise ValueError(f"--strict-data: {problem}. Bring the others back, or leave the flag out to go on")
     logger.warning("%s; the run goes on with those that are there", problem)
+
+
+def _check_same_everywhere(images, opt):
+    everywhere = gather_everywhere(images)
+    for rank, there in enumerate(everywhere):
+        if there != everywhere[0]:
+            raise ValueError(
+                f"{opt.data}: rank 0 trains on {everywhere[0]['count']} images, rank {rank} on {there['count']}; they "
+                "are not the same, and every machine needs all files of the data set"
+            )
 
 
 def _word(value):
@@ -127,6 +139,10 @@ def _report_changes(state, hyp, opt):
     names += ["total_batch_size", "world_size"]  # batch_size itself is the share of one process
     names = [name for name in names if before.get(name, now[name]) != now[name]]
     changed = [f"{name} {_word(before[name])} -> {_word(now[name])}" for name in names]
+    num_states, num_ranks = len(state["random_states"]), opt.world_size
+    if num_states != num_ranks:
+        logger.info("Random streams begin anew, from rank and epoch: the checkpoint has those of %s, this run has %d",
+                    counted(num_states, "process", "processes"), num_ranks)  # fmt: skip
     if changed:
         logger.info("Changed since the checkpoint: %s", ", ".join(changed))
     names = sorted(name for name in hyp.keys() | state["hyp"].keys() if hyp.get(name) != state["hyp"].get(name))

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from utils.fast.watch import Watch
-from utils.system.distributed import cannot_exchange, unwrap
+from utils.system.distributed import broadcast_tensors, cannot_exchange, unwrap
 
 
 class Alone:
@@ -65,7 +65,7 @@ class Exchange(Alone):
         self.watch.allow_waiting()  # rank 0 may still validate
         if not self.is_started:
             models = unwrap(trainer.model), trainer.ema.ema
-            broadcast([tensor for model in models for tensor in (*model.parameters(), *model.buffers())])
+            broadcast_tensors([tensor for model in models for tensor in (*model.parameters(), *model.buffers())])
             self.is_started = True
 
     def add_gradients(self, gradient, iteration):
@@ -101,14 +101,3 @@ class Exchange(Alone):
         dist.all_reduce(extremes, dist.ReduceOp.MAX)
         most, minus_least = extremes.chunk(2)
         return (most + minus_least != 0).tolist()
-
-
-@torch.no_grad()
-def broadcast(tensors: list) -> None:
-    """Give `tensors`, of any types and strides, the values that they have in rank 0."""
-    for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
-        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
-        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
-        dist.broadcast(flat, 0)
-        for tensor, values in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
-            tensor.copy_(values.view(tensor.shape))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from utils.engine.evaluate import CONF_THRES, HEADER, IOU_THRES, Evaluation
+from utils.engine.evaluate import CONF_THRES, HEADER, IOU_THRES, Evaluation, mean_losses
 from utils.fast import metrics
 from utils.fast import nms as nms_batched
 from utils.loss.batched import BatchedHeadsLoss, BatchedLoss
@@ -50,7 +50,7 @@ class FastValidation:
     @torch.no_grad()
     def __call__(
         self, model, loader, nc, names=(), *, conf_thres=CONF_THRES, iou_thres=IOU_THRES, single_cls=False,
-        compute_loss=None, v5_metric=False,
+        compute_loss=None, v5_metric=False, gather=list,
     ):  # fmt: skip
         """As `evaluate` with the same arguments; returns an Evaluation."""
         weight = next(model.parameters())
@@ -61,19 +61,19 @@ class FastValidation:
         self.loss = _batched(compute_loss)
         with without_search():
             found, losses = self._pass(model, loader, layout, conf_thres, iou_thres, single_cls)
-        scores = found.scores(nc, v5_metric)
-        return Evaluation(scores, (losses / max(len(loader), 1)).tolist())
+        found.batches = gather(found.batches)
+        return Evaluation(found.scores(nc, v5_metric), mean_losses(gather(losses)))
 
     def _pass(self, model, loader, layout, conf_thres, iou_thres, single_cls):
-        """(Found, sum of the loss items [3]) of all batches."""
+        """(Found, the loss items [3] of each batch)."""
         weight = next(model.parameters())
-        found, losses = Found(), torch.zeros(3, device=weight.device)
+        found, losses = Found(weight.device), []
         for index, (images, targets, _, shapes) in enumerate(tqdm(loader, desc=HEADER)):
             pixels = images.to(weight.device, non_blocking=True).to(weight.dtype, memory_format=layout) / 255
             predictions, maps = model(pixels)
             truth = self._truth(index, targets, shapes, pixels, maps)
             if self.loss:
-                losses += self.loss.compute(in_float32(maps), truth.candidate_sets)[1][:3]
+                losses.append(self.loss.compute(in_float32(maps), truth.candidate_sets)[1][:3])
             detections = detect(predictions, conf_thres, iou_thres)
             if single_cls:
                 detections.rows[..., 5] = 0
@@ -143,30 +143,32 @@ def make_truth(targets, shapes, network_shape, device):
 
 
 class Found:
-    """The detections of a data set, batch after batch, with what is right about them; stays on the device."""
+    """The detections of a data set, batch after batch, with what is right about them; stays on the device.
 
-    def __init__(self):
-        self._rows, self._correct, self._valid, self._classes = [], [], [], []
+    `batches` has an entry for each: confidence and class [images x k x 2], what is right [images x k x thresholds],
+    which of them count [images x k], and the classes of the labels.
+    """
+
+    def __init__(self, device=None):
+        self.device, self.batches = device, []
 
     def add(self, detections, truth):
         """Take in the Detections of a batch, in pixels of the network input, and its Truth."""
         rows, valid = detections.rows, detections.valid
         rows = torch.cat((truth.to_native(rows[..., :4]), rows[..., 4:]), 2)
-        self._correct.append(metrics.match(rows, valid, truth.labels, truth.num_labels))
-        self._rows.append(rows[..., 4:])
-        self._valid.append(valid)
-        self._classes.append(truth.classes)
+        correct = metrics.match(rows, valid, truth.labels, truth.num_labels)
+        self.batches.append((rows[..., 4:], correct, valid, truth.classes))
 
     def scores(self, nc, v5_metric=False):
         """Scores of all batches, for a data set of `nc` classes."""
-        target_cls = np.concatenate([np.zeros(0, np.float32), *self._classes])
-        num_images = sum(map(len, self._valid))
-        if num_images:
-            valid = torch.cat(self._valid)
-            conf, pred_cls = torch.cat(self._rows)[valid].T
-            correct = torch.cat(self._correct)[valid]
+        *parts, classes = zip(*self.batches, strict=True) if self.batches else [()] * 4
+        target_cls = np.concatenate([np.zeros(0, np.float32), *classes])
+        if self.batches:
+            rows, correct, valid = (torch.cat(part).to(self.device) for part in parts)
+            num_images, correct, (conf, pred_cls) = len(valid), correct[valid], rows[valid].T
         else:
-            conf, pred_cls, correct = torch.zeros(0), torch.zeros(0), torch.zeros(0, len(IOU_THRESHOLDS), dtype=bool)
+            num_images, conf, pred_cls = 0, torch.zeros(0), torch.zeros(0)
+            correct = torch.zeros(0, len(IOU_THRESHOLDS), dtype=bool)
         curves = metrics.precision_recall(correct, conf, pred_cls, target_cls, v5_metric)
         labels_per_class = np.bincount(target_cls.astype(np.int64), minlength=nc)
         return Scores(num_images, len(conf), labels_per_class, curves)

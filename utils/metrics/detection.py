@@ -206,30 +206,31 @@ def _mean(values):
 
 
 class DetectionScores:
-    """Collects the detections of image after image and scores them in the end."""
+    """Collects the detections of image after image and scores them in the end.
+
+    `images` has an entry for each: what is right, confidences, predicted classes, classes of the labels.
+    """
 
     def __init__(self, iou_thresholds=IOU_THRESHOLDS):
         self.iou_thresholds = iou_thresholds
-        self.num_images = 0
-        self._correct, self._conf, self._pred_cls, self._target_cls = [], [], [], []
+        self.images = []
+
+    @property
+    def num_images(self):
+        return len(self.images)
 
     def add(self, detections: torch.Tensor, labels: torch.Tensor) -> np.ndarray:
         """Take in one image, its detections and labels as `match_predictions` wants them; returns what that says."""
         correct = match_predictions(detections, labels, self.iou_thresholds)
-        self.num_images += 1
-        self._correct.append(correct)
-        self._conf.append(detections[:, 4].cpu().numpy())
-        self._pred_cls.append(detections[:, 5].cpu().numpy())
-        self._target_cls.append(labels[:, 0].cpu().numpy())
+        columns = detections[:, 4], detections[:, 5], labels[:, 0]
+        self.images.append((correct, *(column.cpu().numpy() for column in columns)))
         return correct
 
     def summary(self, nc: int, v5_metric: bool = False) -> Scores:
         """`Scores` of the images added so far, for a data set of `nc` classes."""
-        correct = np.concatenate([np.zeros((0, len(self.iou_thresholds)), bool), *self._correct])
-        conf, pred_cls, target_cls = (
-            np.concatenate([np.zeros(0, np.float32), *parts])
-            for parts in (self._conf, self._pred_cls, self._target_cls)
-        )
+        hits, *columns = zip(*self.images, strict=True) if self.images else [()] * 4
+        correct = np.concatenate([np.zeros((0, len(self.iou_thresholds)), bool), *hits])
+        conf, pred_cls, target_cls = (np.concatenate([np.zeros(0, np.float32), *parts]) for parts in columns)
         curves = precision_recall_curves(correct, conf, pred_cls, target_cls, v5_metric)
         labels_per_class = np.bincount(target_cls.astype(np.int64), minlength=nc)
         return Scores(self.num_images, len(conf), labels_per_class, curves)

@@ -7,13 +7,16 @@ import sys
 import threading
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partialmethod
+
+from tqdm import tqdm
 
 from utils.system.distributed import lost_process
 from utils.system.files import printable
 from utils.system.streams import LastingStream, keep_streams
 
-# Packages and modules that read the same files in all processes of a run, so that they say the same in each.
-READ_BY_ALL = ("utils.config.", "utils.system.files", "utils.data.scan", "utils.data.label_cache", "utils.run.folder")
+# Modules whose warnings are about this process and its batches; what the others warn of is the same in every process.
+OWN_NEWS = ("utils.data.fast.shm_batches", "utils.fast.graph_step", "utils.fast.loss_readback")
 # Errors of torch that are no bugs, by their first words: what can be done about them.
 MACHINE_FAULTS = {
     "DataLoader timed out": "; is /dev/shm too small (start the container with a larger --shm-size), or a disk gone?",
@@ -31,14 +34,18 @@ class NothingToDo(Exception):
     """The run that was asked for is complete; the message says so."""
 
 
-def set_logging(rank: int = -1) -> None:
+def set_logging(rank: int = -1, local_rank: int = -1) -> None:
     """Log lines go to the standard output.
 
-    Processes of a rank above 0 only log warnings, and none about what all of them read alike.
+    Of the processes of a run, rank 0 says everything. The first one of each further machine warns, as that may have
+    files of its own; all others only warn of what no other process knows.
     """
     handler = logging.StreamHandler(LastingStream(sys.stdout))  # also for a script that does not call `run`
     handler.setFormatter(_Formatter("%(message)s"))
-    handler.addFilter(lambda record: rank <= 0 or not record.name.startswith(READ_BY_ALL))
+    if rank > 0:
+        handler.setFormatter(_Formatter(f"process {rank}: %(message)s"))
+    if rank > 0 and local_rank != 0:
+        handler.addFilter(lambda record: record.levelno > logging.WARNING or record.name in OWN_NEWS)
     logging.basicConfig(handlers=[handler], level=logging.INFO if rank <= 0 else logging.WARNING)
 
 
@@ -49,7 +56,10 @@ def run(main: Callable[[Namespace], None], opt: Namespace) -> None:
     YOLOV7FAST_TRACEBACK=1 shows where an error came from.
     """
     keep_streams()
-    set_logging(0 if os.environ.get("RANK", "0") in ("0", "-1") else 1)
+    rank, local_rank = (_number_in(name) for name in ("RANK", "LOCAL_RANK"))
+    set_logging(rank, local_rank)
+    if rank > 0:  # the bars of rank 0 stand for all
+        tqdm.__init__ = partialmethod(tqdm.__init__, disable=True)
     threading.excepthook = _report_thread
     try:
         _check_working_directory()
@@ -70,6 +80,12 @@ def run(main: Callable[[Namespace], None], opt: Namespace) -> None:
     except KeyboardInterrupt:
         print("interrupted; train.py --resume goes on after the last complete epoch", file=sys.stderr, flush=True)
         sys.exit(130)
+
+
+def _number_in(name):
+    """The number in an environment variable of a launcher; -1 where there is none."""
+    text = os.environ.get(name, "")
+    return int(text) if text.isdigit() else -1
 
 
 def _check_working_directory():

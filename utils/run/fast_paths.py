@@ -30,7 +30,7 @@ LOADER_FLAGS = ("fast", "fast_dataloader", "persistent_workers", "worker_tensor"
 
 
 def itself(chosen: Any) -> Any:
-    """The reference of two seams: a model makes its own forward pass, a Trainer its own steps."""
+    """The reference of some seams: a model makes its own forward pass, a Trainer its own steps, one rank validates."""
     return chosen
 
 
@@ -50,7 +50,13 @@ class Paths:
     compile: Callable[[nn.Module, Callable], None] = stays_eager  # (model, what is told the seconds it took); in place
     steps: Callable[[Trainer], Any] = itself  # trainer -> what makes its steps, by the methods of Trainer
     evaluate: Callable = evaluate  # scores the epochs before the last, which are not drawn
+    together: Callable = itself  # (what evaluates) -> the same, called by all processes, each with its share of images
     checkpoints: Callable[..., Checkpoints] = Checkpoints  # (folder, epochs, save_every_epoch, period)
+
+    @property
+    def shares_validation(self) -> bool:
+        """Whether all processes validate; otherwise the main one does."""
+        return self.together is not itself
 
 
 REFERENCE = Paths()
@@ -72,6 +78,7 @@ def table(opt: Namespace, device: torch.device) -> tuple[FastPath, ...]:
     graph, step, loss = (wanted_for_a_step(opt, name) for name in ("cuda_graph", "fast_step", "fast_loss"))
     targets_device = torch.device("cpu") if loss else None  # --fast-loss prepares its candidates there
     on_gpu, loader, changing = device.type == "cuda", loader_options(opt, device), asked(opt, "multi_scale", "rect")
+    validation, is_several = asked(opt, "fast_val", "fast"), getattr(opt, "world_size", 1) > 1
     compiling = "USE_COMPILE=1" if is_on("USE_COMPILE") else None
     compiler = load("utils.fast.compile:options_from_environment")() if compiling else ()
     several = step if getattr(opt, "world_size", 1) > 1 else None
@@ -98,8 +105,10 @@ def table(opt: Namespace, device: torch.device) -> tuple[FastPath, ...]:
         FastPath("steps", "captured in a CUDA graph", graph, why_no_graph(opt, device),
                  lambda _: partial(load("utils.fast.graph_step:GraphSteps"), **step_options(opt)),
                  is_loud=opt.cuda_graph),
-        FastPath("evaluate", "on the device, in batches (fast/validation.py)", asked(opt, "fast_val", "fast"), None,
+        FastPath("evaluate", "on the device, in batches (fast/validation.py)", validation, None,
                  lambda _: load("utils.fast.validation:FastValidation")()),
+        FastPath("together", "each process validates its share", validation if is_several else None, None,
+                 lambda _: load("utils.fast.shared_validation:shared")),
         FastPath("checkpoints", "written by a thread", step, None,
                  lambda _: load("utils.fast.async_checkpoint:BackgroundCheckpoints")),
     )  # fmt: skip

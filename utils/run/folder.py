@@ -17,10 +17,12 @@ from utils.config.options import (
 )
 from utils.engine import early_stopping, resume
 from utils.engine.checkpoint_reader import full_state_path, read_checkpoint
+from utils.run import restarts
 from utils.run.entry import NothingToDo
 from utils.system.distributed import Ranks
 from utils.system.files import check_can_be_made, check_file, increment_path, remove_leftovers
 from utils.system.folder_lock import check_free, own
+from utils.system.rendezvous import text_of_rank_zero
 
 logger = logging.getLogger(__name__)
 OTHER_FOLDER = "choose another --name or --project"
@@ -35,13 +37,17 @@ def prepare_train_options(opt: Namespace, ranks: Ranks) -> Namespace:
     process.
     Raises ValueError for values that no run could use and for a folder in use, NothingToDo for a finished run.
     """
+    opt.save_dir = ""
+    is_restart = ranks.is_main and restarts.go_on(opt)
+    if restarts.is_launched():
+        _follow_rank_zero(opt, ranks)
     if opt.resume:
-        opt = resumed_options(opt, ranks)
+        opt = resumed_options(opt, ranks, is_restart)
     else:
         check_train_options(opt)
         opt.data, opt.hyp = (str(check_file(path)) for path in (opt.data, opt.hyp))
         opt.cfg = str(check_file(opt.cfg)) if opt.cfg else ""
-        opt.save_dir, opt.working_dir = "", os.getcwd()
+        opt.working_dir = os.getcwd()
         check_can_be_made(Path(opt.project))
         if opt.evolve:  # a search wants one score a run, and no files
             opt.notest = opt.nosave = True
@@ -58,6 +64,14 @@ def prepare_train_options(opt: Namespace, ranks: Ranks) -> Namespace:
         raise ValueError(f"--batch-size {opt.batch_size} does not divide among {ranks.world_size} processes")
     opt.batch_size = opt.total_batch_size // ranks.world_size
     return opt
+
+
+def _follow_rank_zero(opt, ranks):
+    """All ranks resume what rank 0 does, which may have been restarted, or stand in another folder."""
+    last = ""
+    if ranks.is_main and opt.resume:
+        last = os.path.abspath(opt.resume if isinstance(opt.resume, str) else newest_checkpoint())
+    opt.resume = text_of_rank_zero(last, ranks.rank, ranks.world_size)
 
 
 def open_run_folder(opt: Namespace, ranks: Ranks) -> None:
@@ -77,10 +91,12 @@ def open_run_folder(opt: Namespace, ranks: Ranks) -> None:
         stored = Namespace()
         vars(stored).update(read_yaml(path) | {name: getattr(opt, name) for name in names})  # a key may be a number
         save_options(stored, path)
-    elif ranks.is_main and not opt.save_dir:
+    elif ranks.is_main:
         folder, may_exist = _wanted_folder(opt)
-        opt.save_dir = str(increment_path(folder, exist_ok=may_exist))
+        opt.save_dir = opt.save_dir or str(increment_path(folder, exist_ok=may_exist))
         own(opt.save_dir, OTHER_FOLDER)
+    if ranks.is_main:
+        restarts.note(opt.save_dir)
     for folder in (Path(opt.save_dir), Path(opt.save_dir) / "weights") if ranks.is_main else ():
         remove_leftovers(folder)
 
@@ -90,9 +106,15 @@ def _wanted_folder(opt):
     return Path(opt.project) / ("evolve" if opt.evolve else opt.name), opt.exist_ok or bool(opt.evolve)
 
 
-def resumed_options(opt: Namespace, ranks: Ranks) -> Namespace:
-    """Options of the run that `opt.resume` names (True: the newest one), which continues in the folder it is in now."""
+def resumed_options(opt: Namespace, ranks: Ranks, is_restart: bool = False) -> Namespace:
+    """Options of the run that `opt.resume` names (True: the newest one), which continues in the folder it is in now.
+
+    After a restart the command line is that of the start, and says nothing new.
+    """
     last = Path(os.path.abspath(opt.resume if isinstance(opt.resume, str) else newest_checkpoint()))
+    if not ranks.is_main and not last.is_file():
+        raise ValueError(f"{last}, which rank 0 resumes, is not on the machine of rank {ranks.rank}: copy the run "
+                         "folder there, to the same place, or put it on a disk that all machines share")  # fmt: skip
     run = last.parent.parent
     if ranks.is_main and (run / "opt.yaml").is_file():  # before its checkpoint is read, or a living run writes another
         own(run, "start a new run with --weights")
@@ -106,7 +128,7 @@ def resumed_options(opt: Namespace, ranks: Ranks) -> Namespace:
         raise ValueError(f"{run / 'opt.yaml'}: evolve has to be 0: a search goes on with --evolve, not with --resume")
     typed = explicit_options(train_parser())
     ignored = sorted(name for name in typed if TRAIN_FLAGS[name].resume == KEPT)
-    if ignored:
+    if ignored and not is_restart:
         logger.warning("--resume keeps the options of %s; ignored: %s", run, ", ".join(ignored))
     vars(old).update({name: value for name, value in typed.items() if name not in ignored})
 

@@ -23,7 +23,7 @@ logger = logging.getLogger("train")
 
 @dataclass
 class Loaders:
-    """`val` is None in all processes but the main one; `image_size` in pixels is that of `train` and `dataset`."""
+    """`val` is None in a process that does not validate; `image_size` in pixels is that of `train` and `dataset`."""
 
     train: DataLoader
     dataset: LoadImagesAndLabels
@@ -52,11 +52,11 @@ class Loaders:
         return changed
 
 
-def open_loaders(run: Run, fast: dict, stride: int, first_epoch: int) -> Loaders:
+def open_loaders(run: Run, fast: dict, stride: int, first_epoch: int, shares_validation: bool = False) -> Loaders:
     """The Loaders of a run, with labels checked: ids within the classes, and at least one box to learn from.
 
     `fast` are further keyword arguments of create_dataloader (Paths.loader). `stride` in pixels: all image sizes become
-    multiples of it.
+    multiples of it. With `shares_validation` every process reads its share of the validation images.
     """
     sizes = resize_schedule.from_options(run.options).rounded(partial(check_img_size, s=stride))
     open_training = partial(open_train_loader, run, fast, stride)
@@ -64,7 +64,8 @@ def open_loaders(run: Run, fast: dict, stride: int, first_epoch: int) -> Loaders
     train_loader, dataset = open_training(image_size, first_epoch)
     if dataset.memory_cache is not None:
         check_memory_for(dataset, max(stage.size for stage in sizes.stages))  # not only when its time has come
-    val_loader = open_val_loader(run, fast, stride, first_epoch) if run.ranks.is_main else None
+    share = (run.ranks.rank, run.ranks.world_size) if shares_validation else None
+    val_loader = open_val_loader(run, fast, stride, first_epoch, share) if share or run.ranks.is_main else None
     return Loaders(train_loader, dataset, image_size, val_loader, sizes, open_training)
 
 
@@ -87,8 +88,8 @@ def open_train_loader(run, fast, stride, image_size, first_epoch):
     return loader, dataset
 
 
-def open_val_loader(run, fast, stride, first_epoch):
-    """The validation loader; --overfit validates on its training images, placed as in training."""
+def open_val_loader(run, fast, stride, first_epoch, share=None):
+    """The validation loader, or that of a `share`; --overfit validates on its training images as training sees them."""
     opt, image_size = run.options, check_img_size(run.options.img_size[1], stride)
     path, subset_filter = (run.data.train, subset.from_options(opt)) if opt.overfit else (run.data.val, None)
     # --max-iter shortens training only, and only training batches pass where the GPU does the last steps
@@ -96,7 +97,7 @@ def open_val_loader(run, fast, stride, first_epoch):
     loader, dataset = create_dataloader(
         path, image_size, opt.test_batch_size or opt.batch_size * 2, stride, opt, hyp=run.hyp,
         cache=not opt.notest and opt.cache_images, rect=not opt.overfit, pad=0.5, world_size=run.ranks.world_size,
-        workers=opt.workers, prefix="val: ", subset_filter=subset_filter, keypoints=run.data.keypoints,
+        workers=opt.workers, prefix="val: ", subset_filter=subset_filter, keypoints=run.data.keypoints, share=share,
         **(fast and fast | {"first_epoch": first_epoch}),
     )  # fmt: skip
     check_labels(dataset, run.data, opt.strict_data)

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from utils.system import rendezvous
+
 logger = logging.getLogger(__name__)
 
 RESUME_ADVICE = "; train.py --resume goes on after the last complete epoch"
@@ -62,9 +64,12 @@ def start_processes(ranks, device):
     if ranks.is_distributed and not dist.is_initialized():
         if device.type == "cuda" and not dist.is_nccl_available():
             raise ValueError("several GPUs need NCCL, which this torch was built without: use one GPU or another torch")
+        # NCCL would guess its GPU, and say so
         backend, which = ("nccl", {"device_id": device}) if device.type == "cuda" else ("gloo", {})
         try:
-            dist.init_process_group(backend, init_method="env://", **which)  # NCCL would guess its GPU, and say so
+            store = rendezvous.fresh_store(ranks.rank, ranks.world_size)
+            dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size,
+                                    timeout=rendezvous.WAIT, **which)  # fmt: skip
         except RuntimeError as error:
             raise cannot_exchange(error, device) from error
 
@@ -102,16 +107,65 @@ def exchange_advice(device: torch.device) -> str:
 
 
 @contextmanager
-def rank_zero_first(rank):
-    """Rank 0 runs the body first (it writes caches), the others after it (they read them)."""
-    waits = rank > 0 and dist.is_initialized()
-    if waits:
+def first_on_each_machine(rank):
+    """The first process of each machine runs the body first (it writes caches), the others after it (they read them).
+
+    Machines may have disks of their own. `rank` is -1 for a process that does this alone; a launcher that does not tell
+    the local rank in the environment has started one machine.
+    """
+    is_together = rank >= 0 and dist.is_initialized()
+    is_first = int(os.environ.get("LOCAL_RANK", rank)) == 0
+    if is_together and not is_first:
         dist.barrier()
     try:
         yield
     finally:  # after an error as well, or the others would wait for ever
-        if rank == 0 and dist.is_initialized():
+        if is_together and is_first:
             dist.barrier()
+
+
+@torch.no_grad()
+def broadcast_tensors(tensors):
+    """Give every process the values that rank 0 has in `tensors`, such as model.buffers(); in place."""
+    tensors = list(tensors)
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):  # one message for all of a type
+        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = torch.cat([tensor.flatten() for tensor in alike])
+        dist.broadcast(flat, 0)
+        for tensor, values in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
+            tensor.copy_(values.view_as(tensor))
+
+
+def gather_lists(items):
+    """The lists of all processes as one, in the order of the ranks, at rank 0; an empty list elsewhere.
+
+    Tensors in the entries (themselves, or in a tuple) arrive in host memory.
+    """
+    lists = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object([_on_host(item) for item in items], lists)
+    return [item for part in lists or () for item in part]
+
+
+def _on_host(item):
+    if isinstance(item, tuple):
+        return tuple(map(_on_host, item))
+    return item.cpu() if isinstance(item, torch.Tensor) else item
+
+
+def gather_everywhere(value):
+    """What all processes have for `value`, by rank, on every rank."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def from_rank_zero(value):
+    """What rank 0 has for `value`, on every rank."""
+    values = [value]
+    dist.broadcast_object_list(values, 0)
+    return values[0]
 
 
 def broadcast_indices(indices, rank, device):

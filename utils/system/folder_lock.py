@@ -169,9 +169,18 @@ def _read(descriptor):
 
 
 def _write(descriptor):
-    owner = {"pid": os.getpid(), "host": socket.gethostname(), "started": psutil.Process().create_time()}
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(owner).encode(), 0)
+    os.pwrite(descriptor, json.dumps(identity(os.getpid())).encode(), 0)
+
+
+def identity(pid: int) -> dict:
+    """What tells the process `pid` of this host from all others, later ones of the same number as well."""
+    return {"pid": pid, "host": socket.gethostname(), "started": psutil.Process(pid).create_time()}
+
+
+def is_alive_here(owner: dict) -> bool:
+    """Whether the process of an `identity` lives, on this host."""
+    return owner["host"] == socket.gethostname() and _is_alive(owner)
 
 
 def _is_alive(owner):

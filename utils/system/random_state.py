@@ -5,7 +5,8 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-import torch.distributed as dist
+
+from utils.system.distributed import gather_everywhere
 
 # What a stream is for; the first part of what it is derived from after the seed.
 SAMPLE, GROUP, ORDER, EPOCH = range(4)
@@ -81,11 +82,7 @@ def kept():
 
 def of_all_ranks(ranks):
     """The states of all processes by rank; all of them have to call it. A single process only looks at itself."""
-    if not ranks.is_distributed:
-        return [capture()]
-    states = [None] * ranks.world_size
-    dist.all_gather_object(states, capture())
-    return states
+    return gather_everywhere(capture()) if ranks.is_distributed else [capture()]
 
 
 def resume(progress, ranks):
