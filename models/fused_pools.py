@@ -57,14 +57,15 @@ def _max_pool_kernel(x, y, copy, choice, num_pixels, num_channels, height, width
     corner = (rows_before // pooled_height * height + top) * width + left
     best = tl.full((ROWS, CHANNELS), float("-inf"), x.dtype.element_ty)
     chosen = tl.zeros((ROWS, CHANNELS), tl.int32) + (tl.maximum(-top, 0) * WINDOW + tl.maximum(-left, 0))[:, None]
-    for number in tl.static_range(WINDOW * WINDOW):
-        row, column = top + number // WINDOW, left + number % WINDOW
-        here = exists & (row >= 0) & (row < height) & (column >= 0) & (column < width)
-        there = corner + (number // WINDOW * width + number % WINDOW)
-        value = _read(x, there, channel, x_stride, here[:, None] & is_channel, float("-inf"))
-        better = (value > best) | (value != value)
-        best = tl.where(better, value, best)
-        chosen = tl.where(better, number, chosen)
+    for down in range(WINDOW):  # unrolled as well it takes seconds to compile
+        for right in tl.static_range(WINDOW):
+            row, column = top + down, left + right
+            here = exists & (row >= 0) & (row < height) & (column >= 0) & (column < width)
+            there = corner + (down * width + right)
+            value = _read(x, there, channel, x_stride, here[:, None] & is_channel, float("-inf"))
+            better = (value > best) | (value != value)
+            best = tl.where(better, value, best)
+            chosen = tl.where(better, down * WINDOW + right, chosen)
     inside = exists[:, None] & is_channel
     _write(y, pixel, channel, y_stride, inside, best)
     _write(choice, pixel, channel, num_channels, inside, chosen)
@@ -80,14 +81,15 @@ def _gather_kernel(one, two, three, choice, plus, more, result, num_pixels, num_
     pixel, channel, exists, is_channel = _place(num_pixels, num_channels, ROWS, CHANNELS)
     top, left = pixel // width % height - WINDOW // 2, pixel % width - WINDOW // 2
     total = tl.zeros((ROWS, CHANNELS), tl.float32)
-    for number in tl.static_range(WINDOW * WINDOW):
-        row, column = top + number // WINDOW, left + number % WINDOW
-        here = exists & (row >= 0) & (row < height) & (column >= 0) & (column < width)
-        here = here[:, None] & is_channel
-        there = pixel + ((number // WINDOW - WINDOW // 2) * width + number % WINDOW - WINDOW // 2)
-        chosen = _read(choice, there, channel, num_channels, here, 255)
-        value = _added(one, two, three, there, channel, stride1, stride2, stride3, here, PIECES)
-        total += tl.where(chosen == WINDOW * WINDOW - 1 - number, value, 0.0)
+    for down in range(WINDOW):
+        for right in tl.static_range(WINDOW):
+            row, column = top + down, left + right
+            here = exists & (row >= 0) & (row < height) & (column >= 0) & (column < width)
+            here = here[:, None] & is_channel
+            there = pixel + ((down - WINDOW // 2) * width + right - WINDOW // 2)
+            chosen = _read(choice, there, channel, num_channels, here, 255)
+            value = _added(one, two, three, there, channel, stride1, stride2, stride3, here, PIECES)
+            total += tl.where(chosen == WINDOW * WINDOW - 1 - down * WINDOW - right, value, 0.0)
     inside = exists[:, None] & is_channel
     if PLUS > 0:
         total += _added(plus, more, more, pixel, channel, plus_stride, more_stride, more_stride, inside, PLUS)
