@@ -85,6 +85,7 @@ STEM = [CONVOLUTION[0], CONVOLUTION[2]]  # images need no gradient
 CASTS = [Kernel("weight cast", "W", "w"), Kernel("weight gradient cast", "w", "W")]
 POOL = [Kernel("maximum", "x", "y bytes"), Kernel("gradient", "y bytes", "x")]
 TORCH_POOL = [Kernel("maximum", "x", "y indices", slow=8), Kernel("gradient", "y indices", "x", slow=8)]
+SWEEPS = [Kernel("maximum", "x", "y bytes", slow=2.5), Kernel("gradient", "y bytes", "x", slow=4)]
 UPSAMPLE = [Kernel("copy", "x", "y"), Kernel("gradient", "y", "x")]
 NORM = [
     Kernel("statistics", "y", ""), Kernel("statistics of channels", "", ""), Kernel("apply", "y", "y"),
@@ -130,7 +131,7 @@ FORMS = {
         "cat": NOTHING,
         "fork": [Kernel("read beside the gradient, twice", "y y", "", launches=0)],
         "add": [Kernel("read beside", "y", "", launches=0)],
-        "pool": POOL, "halving": POOL,
+        "pool": SWEEPS, "halving": POOL,
         "upsample": UPSAMPLE,
         "head": [Kernel("boxes, costs, losses", "y y", "")],
         "loss": [Kernel("sort, gather, scatter", "", "", launches=300)],

@@ -40,8 +40,8 @@ def torch_pool(x, window, stride):
 
 
 @pytest.mark.parametrize(("shape", "window", "stride", "dtype"), [
-    (SHAPES[0], 5, 1, torch.float16), (SHAPES[1], 3, 1, torch.float32), (SHAPES[0], 2, 2, torch.float32),
-    (SHAPES[1], 2, 2, torch.float16), (SHAPES[0], 3, 3, torch.float16),
+    (SHAPES[0], 5, 1, torch.float16), (SHAPES[1], 5, 1, torch.float32), (SHAPES[0], 3, 1, torch.float32),
+    (SHAPES[0], 2, 2, torch.float32), (SHAPES[1], 2, 2, torch.float16), (SHAPES[0], 3, 3, torch.float16),
 ])  # fmt: skip
 def test_max_pool_with_ties_equals_that_of_torch(shape, window, stride, dtype):
     x = random(shape, dtype, ties=True)
@@ -58,7 +58,7 @@ def test_max_pool_with_ties_equals_that_of_torch(shape, window, stride, dtype):
         assert found.equal(gradient_of(gradient))  # nothing to add
 
 
-@pytest.mark.parametrize(("window", "stride"), [(5, 1), (2, 2)])
+@pytest.mark.parametrize(("window", "stride"), [(5, 1), (3, 1), (2, 2)])
 def test_maxima_that_are_not_numbers_or_infinite(window, stride):
     x = random((2, 9, 8, 8), ties=True)
     x[0, ::2, 3, 4], x[0, ::2, 4, 3] = float("nan"), float("nan")
@@ -79,11 +79,10 @@ def test_a_gradient_that_is_no_number_reaches_the_chosen_only():
     assert fused_pools.max_pool_gradient(gradient, choice, 5).isnan().sum() == 1
 
 
-@pytest.mark.parametrize(("window", "stride"), [(3, 1), (2, 2)])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "window", "stride"), [
+    (SHAPES[0], 5, 1), (SHAPES[2], 5, 1), (SHAPES[0], 3, 1), (SHAPES[0], 2, 2), (SHAPES[1], 2, 2),
+])  # fmt: skip
 def test_max_pool_reads_and_writes_slices(shape, window, stride):
-    if stride > 1:
-        shape = (*shape[:2], 5, 4)
     x = random(shape, ties=True)
     wanted, gradient_of = torch_pool(x, window, stride)
     out, copy = sliced(torch.zeros_like(wanted)), sliced(torch.zeros_like(wanted), 8, 0)
@@ -102,7 +101,7 @@ def test_max_pool_reads_and_writes_slices(shape, window, stride):
 
 def test_the_pyramid_in_one_chain():
     """9x9 is 5x5 twice, 13x13 three times; where no numbers are equal, its gradient is that of single pools."""
-    x = random((2, 8, 10, 10)).requires_grad_()
+    x = random((1, 8, 8, 8)).requires_grad_()
     wanted = torch.cat([functional.max_pool2d(x, size, 1, size // 2) for size in (13, 9, 5)] + [x], 1)
     whole = torch.empty_like(wanted)
     parts, choices = whole.split(8, 1), []
