@@ -9,8 +9,10 @@ YOLOV7FAST_ALL_GPUS=1 compiles all kinds of launches for all of GPUS; else one o
 
 import ast
 import os
+import shutil
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -120,10 +122,13 @@ class OfflineDriver:
 @pytest.fixture(scope="module")
 def launches():
     """{kernel: [function that compiles one of its launches]}, launches of the same kind left out."""
+    import triton
     from triton.runtime.jit import JITFunction
 
     if not isinstance(import_module("models.fused_kernels")._apply_kernel, JITFunction):
         pytest.skip("TRITON_INTERPRET=1: nothing is compiled")
+    if not any(Path(triton.__file__).parent.glob("backends/nvidia/bin/ptxas*")) and not shutil.which("ptxas"):
+        pytest.skip("there is no ptxas, neither with Triton nor on the path")
     noted = {}
 
     def note(kernel, grid):
@@ -156,16 +161,12 @@ def test_every_kernel_is_launched_here(launches):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", GPUS if EVERYTHING else (90, 120))
-def test_every_kernel_compiles(launches, capability):
+def test_every_kernel_compiles(launches, capability, monkeypatch):
     from triton.runtime import driver
 
-    before = driver._active
-    driver.set_active(OfflineDriver(capability))
-    try:
-        for name, compiles in launches.items():
-            for compiled in (compile() for compile in (compiles if EVERYTHING else compiles[:1])):
-                assert f".target sm_{capability}" in compiled.asm["ptx"] and compiled.asm["cubin"], name
-                shared = compiled.metadata.shared
-                assert shared <= GPUS[capability], f"{name} takes {shared} bytes of shared memory"
-    finally:
-        driver._active = before
+    monkeypatch.setattr(driver, "_active" if hasattr(driver, "_active") else "active", OfflineDriver(capability))
+    for name, compiles in launches.items():
+        for compiled in (compile() for compile in (compiles if EVERYTHING else compiles[:1])):
+            assert f".target sm_{capability}" in compiled.asm["ptx"] and compiled.asm["cubin"], name
+            shared = compiled.metadata.shared
+            assert shared <= GPUS[capability], f"{name} takes {shared} bytes of shared memory"
