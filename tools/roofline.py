@@ -11,6 +11,7 @@ errors are shown. For other GPUs the rates are predictions that nobody has measu
 """
 
 import argparse
+import logging
 import math
 import sys
 from collections import Counter, defaultdict
@@ -276,4 +277,5 @@ def parser():
 
 
 if __name__ == "__main__":
+    logging.getLogger("models").setLevel(logging.WARNING)  # not the table of layers
     entry.run(main, parser().parse_args())
