@@ -118,6 +118,7 @@ def test_what_keeps_processes_apart_is_one_sentence(monkeypatch):
         raise torch.distributed.DistBackendError("NCCL error in init\nLast error: shared memory")
 
     monkeypatch.setattr(torch.distributed, "init_process_group", fail)
+    monkeypatch.setattr(rendezvous, "fresh_store", lambda *place: None)
     for device, advice in ((torch.device("cuda", 1), "NCCL_P2P_DISABLE=1"), (CPU, "GLOO_SOCKET_IFNAME")):
         monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
         with pytest.raises(ValueError, match=f"cannot exchange data.*{advice}.*NCCL error in init"):

@@ -1,0 +1,163 @@
+"""The kernels of models/fused_pools.py and fused_stem.py beside torch's, each alone in a CUDA graph.
+
+python tests/bench_pools.py [--rounds 3] [--cases tiny384]
+
+Milliseconds are medians of replays, with the 10th and 90th percentile in brackets; both sides in turns, channels-last,
+fp16. `pyramid` is three 5x5 pools in a chain with their concatenation, and backward the additions of its slices. `stem`
+goes from bytes to the first convolution's output and back to the gradient of its weight. Ours writes into slices, torch
+concatenates.
+"""
+
+import argparse
+import platform
+import sys
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from models import fused_pools, fused_stem  # noqa: E402  (needs the path above)
+from tests.bench_step import replayed  # noqa: E402
+from utils.fast.prefetcher import as_float  # noqa: E402
+
+# name: batch, image side, channels and side of the pyramid, of 2x2 pooling, of up-sampling, stem (width, stride)
+CASES = {
+    "tiny384": (384, 320, (256, 10), ((64, 80), (128, 40), (256, 20)), ((128, 10), (64, 20)), (32, 2)),
+    "tiny64": (64, 320, (256, 10), ((64, 80), (128, 40), (256, 20)), ((128, 10), (64, 20)), (32, 2)),
+    "yolov7-320": (64, 320, (512, 10), ((256, 80), (512, 40), (1024, 20)), ((256, 10), (128, 20)), (32, 1)),
+    "yolov7-640": (32, 640, (512, 20), ((256, 160), (512, 80), (1024, 40)), ((256, 20), (128, 40)), (32, 1)),
+}  # fmt: skip
+
+
+def half(*shape):
+    return torch.randn(shape, device="cuda").half().contiguous(memory_format=torch.channels_last)
+
+
+def pyramid(batch, channels, side):
+    whole, gradient = (half(batch, 4 * channels, side, side) for _ in range(2))
+    parts = whole.split(channels, 1)
+    slices, choices = gradient.split(channels, 1), [None] * 3
+
+    def forward():
+        for level in (2, 1, 0):
+            choices[level] = fused_pools.max_pool(parts[level + 1], 5, out=parts[level])[1]
+
+    def backward():
+        found = slices[0]
+        for level in (0, 1, 2):
+            found = fused_pools.max_pool_gradient(found, choices[level], 5, plus=[slices[level + 1]])
+
+    source = parts[3].clone().requires_grad_()
+
+    def torch_forward():
+        levels = [source]
+        for _ in range(3):
+            levels.insert(0, functional.max_pool2d(levels[0], 5, 1, 2))
+        return torch.cat(levels, 1)
+
+    def torch_backward():
+        torch.autograd.grad(torch_forward(), source, gradient)
+
+    forward()
+    yield "pyramid", forward, torch_forward
+    yield "pyramid, forward and backward", lambda: (forward(), backward()), torch_backward
+
+
+def halving(batch, sides):
+    maps = [half(batch, channels, side, side) for channels, side in sides]
+    gradients = [half(batch, channels, side // 2, side // 2) for channels, side in sides]
+    sources = [x.clone().requires_grad_() for x in maps]
+
+    def both():
+        for x, gradient in zip(maps, gradients, strict=True):
+            fused_pools.max_pool_gradient(gradient, fused_pools.max_pool(x, 2, 2)[1], 2, 2)
+
+    def torch_both():
+        torch.autograd.grad([functional.max_pool2d(x, 2) for x in sources], sources, gradients)
+
+    yield "2x2 pools, forward and backward", both, torch_both
+
+
+def up(batch, sides):
+    maps = [half(batch, channels, side, side) for channels, side in sides]
+    beside = [half(batch, channels, 2 * side, 2 * side) for channels, side in sides]
+    wholes = [torch.cat((x, x), 1) for x in beside]
+    sources = [x.clone().requires_grad_() for x in maps]
+
+    def both():
+        for x, whole in zip(maps, wholes, strict=True):
+            fused_pools.upsample(x, whole[:, x.shape[1] :])
+            fused_pools.upsample_gradient(whole[:, x.shape[1] :])
+
+    def torch_both():
+        found = [torch.cat((y, functional.interpolate(x, scale_factor=2.0)), 1)
+                 for x, y in zip(sources, beside, strict=True)]  # fmt: skip
+        torch.autograd.grad(found, sources, wholes)
+
+    yield "up-sampling into slices, forward and backward", both, torch_both
+
+
+def stem(batch, side, width, stride):
+    images = torch.randint(256, (batch, side, side, 3), dtype=torch.uint8, device="cuda").permute(0, 3, 1, 2)
+    weight = torch.randn(width, 3, 3, 3, device="cuda", requires_grad=True)
+    gradient = half(batch, width, side // stride, side // stride)
+
+    def torch_both():
+        with torch.autocast("cuda", cache_enabled=False):
+            y = functional.conv2d(as_float(images), weight, stride=stride, padding=1)
+        torch.autograd.grad(y, weight, gradient)
+
+    def padded(channels):
+        def both():
+            w = fused_stem.padded_weight(weight.detach(), channels).requires_grad_()
+            y = functional.conv2d(fused_stem.padded_images(images, channels), w, stride=stride, padding=1)
+            return torch.autograd.grad(y, w, gradient)[0][:, :3].float()
+
+        return both
+
+    def blocks():
+        w = fused_stem.depth_weight(weight.detach()).requires_grad_()
+        y = functional.conv2d(fused_stem.depth_images(images), w)
+        return fused_stem.depth_weight_gradient(torch.autograd.grad(y, w, gradient)[0].float())
+
+    yield "stem's images in float32 and half", None, lambda: as_float(images).half()
+    yield "stem's images padded to 8", lambda: fused_stem.padded_images(images), None
+    yield "stem padded to 4", padded(4), torch_both
+    yield "stem padded to 8", padded(8), torch_both
+    if stride == 2:
+        yield "stem's images as blocks", lambda: fused_stem.depth_images(images), None
+        yield "stem on blocks", blocks, torch_both
+
+
+def pieces(case):
+    batch, side, levels, halves, ups, (width, stride) = CASES[case]
+    yield from pyramid(batch, *levels)
+    yield from halving(batch, halves)
+    yield from up(batch, ups)
+    yield from stem(batch, side, width, stride)
+
+
+def in_words(times):
+    return "{:.3f} ({:.3f}-{:.3f})".format(*times) if times else "-"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=1, help="how often each side is measured, in turns")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    opt = parser.parse_args()
+    torch.backends.cudnn.benchmark = True
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Python {platform.python_version()}")
+    print("| case | piece | ours, ms | torch, ms |\n|---|---|---|---|")
+    for case in opt.cases:
+        for name, ours, theirs in pieces(case):
+            for _ in range(opt.rounds):
+                row = [in_words(replayed(side) if side else None) for side in (ours, theirs)]
+                print(f"| {case} | {name} | {row[0]} | {row[1]} |", flush=True)
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

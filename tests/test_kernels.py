@@ -1,0 +1,172 @@
+"""Every Triton kernel of the project compiles for the GPUs that it may meet, within their shared memory, without a GPU.
+
+The project's own code launches the kernels on tensors of the host. A launch is noted instead of made, so it has the
+types, constants, alignments and numbers of warps of a training step, and is compiled afterwards for each GPU. A kernel
+that nothing here launches fails the test by its name.
+
+YOLOV7FAST_ALL_GPUS=1 compiles all kinds of launches for all of GPUS; else one of each kernel for two of them.
+"""
+
+import ast
+import os
+import shutil
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from models.yolo import Model
+from tests.test_house import modules, tree
+
+# Compute capability: bytes of shared memory that a block can have ("maximum amount of shared memory per thread block"
+# in the CUDA programming guide: 163, 99 and 227 KB)
+GPUS = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+EVERYTHING = os.environ.get("YOLOV7FAST_ALL_GPUS") == "1"
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+
+def jitted():
+    """{module: its functions with @triton.jit} of the project, as syntax trees."""
+    found = {}
+    for name in modules():
+        functions = [node for node in tree(name).body if isinstance(node, ast.FunctionDef)]
+        functions = [f for f in functions if any(ast.unparse(d).startswith("triton.jit") for d in f.decorator_list)]
+        if functions:
+            found[name] = functions
+    return found
+
+
+def kernels():
+    """Names "module:function" of those that the host launches, no other function of Triton calls."""
+    called = {
+        node.func.id
+        for functions in jitted().values() for function in functions for node in ast.walk(function)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }  # fmt: skip
+    return {f"{name}:{f.name}" for name, functions in jitted().items() for f in functions if f.name not in called}
+
+
+def train_a_fused_model(cfg):
+    from models.fused import fused_model
+
+    torch.manual_seed(0)
+    fused = fused_model(Model(f"cfg/training/{cfg}.yaml", nc=3).train())
+    images = torch.rand(2, 3, 64, 64).to(memory_format=torch.channels_last)
+    with torch.autocast("cpu", torch.float16):
+        sum(p.float().sum() for p in fused(images)).backward()
+
+
+def pool_and_upsample():
+    from models import fused_pools
+
+    x = torch.zeros(2, 64, 8, 8, dtype=torch.float16).to(memory_format=torch.channels_last)
+    for window, stride in ((5, 1), (3, 1), (2, 2)):
+        y, choice = fused_pools.max_pool(x, window, stride)
+        fused_pools.max_pool(x, window, stride, copy=torch.empty_like(y))
+        for plus in ((), (x,), (x, x)):
+            fused_pools.max_pool_gradient([y] * (3 - len(plus)), choice, window, stride, plus=plus)
+    fused_pools.upsample(x, copy=fused_pools.upsample(x))
+    fused_pools.upsample_gradient([x, x], plus=[x[:, :, :4, :4].contiguous(memory_format=torch.channels_last)])
+
+
+def rearrange_images():
+    from models import fused_stem
+
+    images = torch.zeros(2, 3, 64, 64, dtype=torch.uint8)
+    for source in (images, images.float()):
+        fused_stem.padded_images(source)
+        fused_stem.depth_images(source)
+
+
+def augment_a_batch():
+    from utils.data.fast import deferred, device_augment_triton
+
+    steps = torch.zeros(2, deferred.STEPS + 4096, dtype=torch.uint8)
+    tables = SimpleNamespace(divisions=torch.zeros(512, dtype=torch.int32), colours=torch.zeros(9, dtype=torch.int32))
+    pixels = torch.zeros(2, 64, 32, 3, dtype=torch.uint8)
+    for mode in (deferred.FLOATING, None):
+        device_augment_triton.augment(pixels, steps, tables, mode, torch.zeros(2, 32, 32, 3, dtype=torch.uint8))
+
+
+LAUNCHES = {
+    "yolov7-tiny": lambda: train_a_fused_model("yolov7-tiny"),
+    **({"yolov7": lambda: train_a_fused_model("yolov7")} if EVERYTHING else {}),
+    "pools": pool_and_upsample,
+    "stem": rearrange_images,
+    "augmentation": augment_a_batch,
+}
+
+
+class OfflineDriver:
+    """What Triton asks about the GPU before it compiles."""
+
+    def __init__(self, capability):
+        from triton.backends.compiler import GPUTarget
+
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_device(self):
+        return f"sm_{self.target.arch}"  # Triton keeps what it compiled by device
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return self.target
+
+
+@pytest.fixture(scope="module")
+def launches():
+    """{kernel: [function that compiles one of its launches]}, launches of the same kind left out."""
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    if not isinstance(import_module("models.fused_kernels")._apply_kernel, JITFunction):
+        pytest.skip("TRITON_INTERPRET=1: nothing is compiled")
+    if not any(Path(triton.__file__).parent.glob("backends/nvidia/bin/ptxas*")) and not shutil.which("ptxas"):
+        pytest.skip("there is no ptxas, neither with Triton nor on the path")
+    noted = {}
+
+    def note(kernel, grid):
+        def launch(*arguments, **constants):
+            kind = tuple(map(kind_of, arguments)), tuple(sorted(constants.items()))
+            of_kernel = noted.setdefault(f"{kernel.fn.__module__}:{kernel.fn.__name__}", {})
+            of_kernel[kind] = lambda: kernel.run(*arguments, grid=grid, warmup=True, **constants)
+
+        return launch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "__getitem__", note)
+        for launch in LAUNCHES.values():
+            launch()
+    return {name: list(of_kernel.values()) for name, of_kernel in noted.items()}
+
+
+def kind_of(argument):
+    """What Triton compiles anew for: types, the value 1, multiples of 16."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    return type(argument), argument == 1, isinstance(argument, int) and argument % 16 == 0
+
+
+def test_every_kernel_is_launched_here(launches):
+    assert {"models.fused_kernels:_gradient_kernel", "models.fused_pools:_gather_kernel"} <= kernels()
+    missing = sorted(kernels() - launches.keys())
+    assert not missing, f"no entry of LAUNCHES launches {', '.join(missing)}: add one"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", GPUS if EVERYTHING else (90, 120))
+def test_every_kernel_compiles(launches, capability, monkeypatch):
+    from triton.runtime import driver
+
+    monkeypatch.setattr(driver, "_active" if hasattr(driver, "_active") else "active", OfflineDriver(capability))
+    for name, compiles in launches.items():
+        for compiled in (compile() for compile in (compiles if EVERYTHING else compiles[:1])):
+            assert f".target sm_{capability}" in compiled.asm["ptx"] and compiled.asm["cubin"], name
+            shared = compiled.metadata.shared
+            assert shared <= GPUS[capability], f"{name} takes {shared} bytes of shared memory"
