@@ -37,7 +37,7 @@ def open_archive(file):
     try:
         return zipfile.ZipFile(_ShortReads(file))
     except zipfile.BadZipFile as error:
-        raise ValueError(f"it is cut off: the download or the copy did not finish ({error})") from error
+        raise ValueError(f"the end of the archive is missing, the download or copy did not finish ({error})") from error
 
 
 def load(file, size):
