@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.tools.experiments import test_runner
+from tests.tools.experiments.test_runner import CFG
 from tools import ab_compare
 from tools.ab_compare import NOT_HERE, TARGETS, Side, verdicts
 from tools.experiments import runner
@@ -157,9 +158,6 @@ def test_unknown_flags_are_refused_before_anything_runs(tmp_path):
     with pytest.raises(ValueError, match="side B: train.py does not understand this"):
         ab_compare.compare([], Side.parse("A", ""), Side.parse("B", "--faster-than-light"), tmp_path / "ab")
     assert not (tmp_path / "ab").exists()
-
-
-CFG = "--cfg cfg/training/yolov7-tiny.yaml"
 
 
 def side_of(tmp_path, a="", b="--fast", base="--epochs 2", *words, more=(), model=CFG):

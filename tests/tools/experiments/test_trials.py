@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.tools.experiments import test_runner
+from tests.tools.experiments.test_runner import CFG
 from tools import run_trials
 from tools.experiments import runner, trials
 from tools.experiments.command_line import fingerprints
@@ -19,7 +20,6 @@ from tools.experiments.trials import Elimination, Trial, TrialTable
 from utils.system import folder_lock
 from utils.system.files import PROJECT_ROOT
 
-CFG = "--cfg cfg/training/yolov7-tiny.yaml"
 SETTINGS = {"base_args": ["--epochs", "3"]}
 
 
