@@ -32,7 +32,7 @@ from tools.experiments.markdown import median, show, table
 from tools.experiments.runner import LOSS, MAP50
 from utils.config.flags import TRAIN_FLAGS
 from utils.config.limits import SEED, above, at_least
-from utils.config.options import train_parser
+from utils.config.options import check_train_options, train_parser
 from utils.plots.style import PALETTE, new_figure, save_figure, set_title, whole_numbers
 from utils.system.files import atomic_write
 
@@ -104,7 +104,7 @@ def check_sides(base, a, b, has_seed):
         for name in command_line.typed_names(side.flags):
             if name in shared:
                 raise ValueError(f"{option}: {TRAIN_FLAGS[name].name} stands in --args as well; give it to --a and --b")
-        command_line.check_run(words, option)
+        command_line.check_run(words, option, check_train_options)
         length[option] = vars(train_parser().parse_args(words))
     for name in ("epochs", "max_iter", "subset_size"):
         a_has, b_has, flag = length["--a"][name], length["--b"][name], TRAIN_FLAGS[name].name

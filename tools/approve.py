@@ -25,6 +25,8 @@ from tools.experiments import command_line, runner
 from tools.experiments.devices import read_devices
 from utils.config.flags import TRAIN_FLAGS
 from utils.config.limits import at_least
+from utils.config.options import check_values
+from utils.system.distributed import check_device
 from utils.system.files import PROJECT_ROOT, check_file
 
 # Options of train.py that make the runs what they are.
@@ -92,12 +94,12 @@ def further_words(text):
     for name in command_line.typed_names(words):
         if name in GIVEN:
             raise ValueError(f"--args: --{name.replace('_', '-')} is what the stages give their runs themselves")
-    command_line.check_run(words, "--args")
+    command_line.check_run(words, "--args", check_values)
     return tuple(words)
 
 
 def check_run_options(options):
-    """Raise ValueError for a number of `approve.py run` that no run could use, or a file that does not exist."""
+    """Raise ValueError for a number of `approve.py run` that no run could use, or a missing file or device."""
     rows = {"img": "img_size", "batch_size": "batch_size", "workers": "workers", "epochs": "epochs",
             "subset": "subset_size"}  # fmt: skip
     for name, row in rows.items():
@@ -106,6 +108,7 @@ def check_run_options(options):
     at_least(1).check("--repeats", options.repeats)
     for name in ("data", "cfg", "hyp"):
         check_file(getattr(options, name))
+    check_device(options.device)
 
 
 def choose_places(options):

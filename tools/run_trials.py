@@ -39,6 +39,7 @@ from tools.experiments.shared_search import SharedSearch, agreement, first_line,
 from tools.experiments.trials import Elimination, TrialTable, curve_of
 from utils.config.flags import TRAIN_FLAGS
 from utils.config.limits import Range, above, at_least
+from utils.config.options import check_model
 from utils.system.files import check_can_be_made
 
 logger = logging.getLogger("run_trials")
@@ -85,6 +86,8 @@ def run(options):
     shared = {"base_args": base, "budget": asdict(budget), "sampler": sampler, "folder": os.getcwd(),
               "files": command_line.fingerprints(base)}  # fmt: skip
     table = TrialTable.open(options.output_dir, shared, options.fresh, share=bool(options.storage))
+    if options.sampler == "file":
+        table.leave_out_from(len(source))
     if options.retry_failed:
         table.trials = {key: trial for key, trial in table.trials.items() if trial.status != "failed"}
     with logging_redirect_tqdm(), ProgressLines(len(devices)) as lines:
@@ -125,6 +128,8 @@ def open_source(options, base, budget):
     space = read_space(options.space)
     if options.devices and "device" in space:
         raise ValueError(f"{options.space}: device cannot be searched together with --devices; drop one of them")
+    if not space.keys() & {"cfg", "weights"}:
+        command_line.check_run(base, "--base-args", check_model)
     if not options.storage:
         return OptunaSampler(space, options.num_trials, options.sampler_seed or 0)
     settings = agreement(base, budget, space)

@@ -53,6 +53,7 @@ def create_dataloader(
     subset_filter: Callable[[ScannedDataset], ScannedDataset] | None = None,
     keypoints: tuple | None = None,
     share: tuple[int, int] | None = None,
+    row_forms: dict | None = None,
     persistent_workers: bool = False,
     worker_tensor: bool = False,
     **fast: Any,
@@ -70,7 +71,7 @@ def create_dataloader(
         dataset = LoadImagesAndLabels(
             path, imgsz, batch_size, augment=augment, hyp=hyp, rect=rect, image_weights=image_weights,
             cache_images=cache, single_cls=opt.single_cls, stride=int(stride), pad=pad, prefix=prefix,
-            subset_filter=subset_filter, keypoints=keypoints, share=share,
+            subset_filter=subset_filter, keypoints=keypoints, share=share, row_forms=row_forms,
         )  # fmt: skip
     if not len(dataset):  # more processes than batches
         return [], dataset

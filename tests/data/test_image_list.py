@@ -138,7 +138,9 @@ def test_paths_that_lead_nowhere(tmp_path):
         ("images/train/a.jpg", ["Labels/train/a.txt"], "Labels/train/a.txt"),
         ("images/train/a.jpg", ["labelTxt/train/a.txt"], "labelTxt/train/a.txt"),
         ("images/train/a.jpg", ["labelTxt/a.txt"], "labelTxt/a.txt"),
-        ("images/train/a.jpg", ["train/labels/a.txt"], ""),  # too far away
+        ("images/train/a.jpg", ["train/labels/a.txt"], "train/labels/a.txt"),
+        ("images/train/a.jpg", ["train/labels/a.txt", "train/images/a.jpg"], ""),
+        ("images/train/a.jpg", ["other/train/labels/a.txt"], ""),  # too far away
         ("images/train/a.jpg", ["images/labels/a.txt"], "images/labels/a.txt"),
         ("images/train/a.jpg", ["images/train/labels/a.txt"], "images/train/labels/a.txt"),
         ("Images/train/a.jpg", ["labels/train/a.txt"], "labels/train/a.txt"),

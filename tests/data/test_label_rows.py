@@ -288,3 +288,13 @@ def test_another_kpt_shape_is_another_scan(tmp_path):
     folder = make_dataset(tmp_path, rows_of(pose(4, [])))
     for keypoints, polygons in ((None, 12), ((4, 2), 0), (None, 12)):
         assert sum(map(len, scan_dataset(folder, keypoints=keypoints).segments)) == polygons
+
+
+@pytest.mark.parametrize("flags", [[0, 2], [0.5]])
+def test_rows_are_read_as_those_of_the_training_set(flags, tmp_path):
+    """Also when the label cache holds what they were taken for alone; what the cache says then stays."""
+    training = scan_dataset(make_dataset(tmp_path / "train", rows_of(pose(2, flags))))
+    folder = make_dataset(tmp_path / "val", rows_of(pose(2, [0, 1] if flags == [0.5] else [0.5]), files=3))
+    own = sum(map(len, scan_dataset(folder).segments))
+    for row_forms in (training.row_forms, None):
+        assert sum(map(len, scan_dataset(folder, row_forms=row_forms).segments)) == (12 if flags == [0.5] else 0) != own

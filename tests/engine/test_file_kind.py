@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.checkpoint_files import written
+from tests.engine.checkpoint_files import same, written
+from tests.engine.hostile_checkpoints import GOOD
+from tests.engine.pickle_code import archive
 from tests.mutations import encoded, picture
 from tests.tiny_model import tiny_model
 from utils.engine.checkpoint_reader import read_checkpoint
@@ -168,19 +170,41 @@ def test_another_protocol_of_torch_save_is_said(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_whole_model_of_an_old_torch_is_said(tmp_path):
-    path = written({"model": tiny_model()}, tmp_path, _use_new_zipfile_serialization=False)
-    with pytest.raises(ValueError, match="file.pt was refused.*torch before 1.6; save it again"):
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_model_of_an_old_torch(is_whole, tmp_path):
+    """A whole model has the source of its classes in the file, which nobody reads."""
+    model = tiny_model()
+    content = {"model": model if is_whole else model.state_dict()}
+    read = read_checkpoint(written(content, tmp_path, _use_new_zipfile_serialization=False)).model
+    assert same(read.state, model.state_dict()) and read.yaml == (model.yaml if is_whole else None)
+
+
+def test_one_bit_of_a_weight_is_another(tmp_path):
+    path = written({"model": {"w": torch.arange(1000.0)}}, tmp_path)
+    data = bytearray(path.read_bytes())
+    data[data.index(torch.tensor(500.0).numpy().tobytes())] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="file.pt .*is damaged, copy or download it again .*CRC.*data/0"):
         read_checkpoint(path)
-    path = written({"model": tiny_model().state_dict()}, tmp_path, _use_new_zipfile_serialization=False)
-    assert len(read_checkpoint(path).model.state) == len(tiny_model().state_dict())
+
+
+def test_a_file_without_check_sums_is_read(tmp_path):
+    options = torch.serialization
+    if not hasattr(options, "set_crc32_options"):
+        pytest.skip("this torch always writes them")
+    options.set_crc32_options(False)
+    try:
+        path = written({"model": {"w": torch.arange(1000.0)}}, tmp_path)
+    finally:
+        options.set_crc32_options(True)
+    assert read_checkpoint(path).model.state["w"].equal(torch.arange(1000.0))
 
 
 def test_another_byte_order_is_said(tmp_path):
-    path = written({"model": {"w": torch.ones(1)}}, tmp_path)
-    data = path.read_bytes()
-    assert data.count(b"little") == 1
-    path.write_bytes(data.replace(b"little", b"bigend"))
+    path = tmp_path / "file.pt"
+    path.write_bytes(archive(GOOD, more=[("a/byteorder", b"little")]))
+    assert len(read_checkpoint(path).model.state) == 1
+    path.write_bytes(archive(GOOD, more=[("a/byteorder", b"big")]))
     with pytest.raises(ValueError, match="file.pt.*byte order"):
         read_checkpoint(path)
 

@@ -1,18 +1,16 @@
 """CPU, GPU and memory of a run: hand-made samples, real processes, a made-up NVML."""
 
-import mmap
 import subprocess
 import sys
 import time
 from types import SimpleNamespace
 
-import numpy as np
 import psutil
 import pytest
 
 from utils.loggers import monitor
 from utils.loggers.monitor import ResourceMonitor, ResourceSample, Usage, summarise
-from utils.system.memory import shared_array
+from utils.system.files import PROJECT_ROOT
 
 
 def sample(time, main=0.0, workers=None, gpu=None, gpu_memory=None, memory=None):
@@ -59,13 +57,28 @@ def test_memory_that_takes_long_to_measure_is_measured_rarely(monkeypatch):
     assert all(0 < sample.anonymous < 100 for sample in monitored.samples) and monitored.usage().memory == 1.0
 
 
+ANONYMOUS = """
+import mmap, psutil, numpy as np
+from utils.loggers.monitor import anonymous_memory
+from utils.system.memory import shared_array
+
+process = psutil.Process()
+before = anonymous_memory([process])
+shared_array((10**8,), np.uint8)[:] = 1
+shared = anonymous_memory([process])
+own = mmap.mmap(-1, 10**8, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+for _ in range(100):
+    own.write(bytes(10**6))
+print(before, shared, anonymous_memory([process, process]))
+"""
+
+
 def test_anonymous_memory():
-    process, before = psutil.Process(), monitor.anonymous_memory([psutil.Process()])
-    shared_array((10**8,), np.uint8)[:] = 1
-    assert monitor.anonymous_memory([process]) == pytest.approx(before, abs=0.02)
-    with mmap.mmap(-1, 10**8, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as own:
-        own.write(bytes(10**8))
-        assert monitor.anonymous_memory([process, process]) == pytest.approx(2 * before + 0.2, abs=0.04)
+    """In a process in which nothing else takes memory or gives it back."""
+    answer = subprocess.run([sys.executable, "-c", ANONYMOUS], cwd=PROJECT_ROOT, capture_output=True, text=True)
+    before, shared, twice = map(float, answer.stdout.split())
+    assert shared == pytest.approx(before, abs=0.02)
+    assert twice == pytest.approx(2 * before + 0.2, abs=0.04)
 
 
 def test_main_and_workers_of_another_process():

@@ -277,6 +277,11 @@ def test_options_that_a_person_has_edited(prepare):
     path.write_text(before.replace("evolve: 0", "evolve: 3"))
     with pytest.raises(ValueError, match="opt.yaml: evolve has to be 0"):
         prepare("--resume")
+    path.write_text(before.replace("patience: 0", "patience: 5").replace("notest: false", "notest: true"))
+    with pytest.raises(ValueError, match="exp/opt.yaml: --patience needs validations"):
+        prepare("--resume")
+    with pytest.raises(ValueError, match="exp/opt.yaml with what was typed: --patience needs validations"):
+        prepare("--resume --epochs 9")
     path.write_text(before + "5: a key that is a number\n")
     open_run_folder(prepare("--resume"), Ranks())
     assert yaml.safe_load(path.read_text())[5] == "a key that is a number"

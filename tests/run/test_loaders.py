@@ -30,6 +30,18 @@ def test_poses_are_trained_as_boxes(shape, points, tmp_path, caplog, monkeypatch
         assert any(text.startswith(f"{split}: ") and "keypoints ignored" in text for text in caplog.messages)
 
 
+def test_a_small_validation_set_is_read_as_the_training_set(tmp_path, monkeypatch):
+    """Its visibility is never 2, so that its few rows alone would be polygons."""
+    row, seen = "0 .5 .5 .25 .5 .1 .2 0 .3 .4 {}", []
+    monkeypatch.setattr("utils.run.loaders.check_labels", lambda dataset, *_: seen.append(dataset))
+    for split, visibility in (("train", 2), ("val", 1)):
+        for file in (data_with(tmp_path) / "labels" / split).iterdir():
+            file.write_text(row.format(visibility))
+    small_run.run(tmp_path, "--epochs", "1")
+    assert len(seen) == 2 and not any(len(polygons) for dataset in seen for polygons in dataset.segments)
+    assert all(rows.tolist() == [[0, 0.5, 0.5, 0.25, 0.5]] for dataset in seen for rows in dataset.labels)
+
+
 @pytest.mark.parametrize("flags", [(), ("--strict-data",)])
 def test_weights_of_classes_in_another_order(flags, tmp_path, caplog):
     weights = small_run.run(data_with(tmp_path, names=["car", "bus"]), "--epochs", "1") / "weights" / "last.pt"

@@ -3,7 +3,11 @@
 import logging
 import os
 import random
+import signal
 import socket
+import subprocess
+import sys
+import time
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -12,8 +16,18 @@ import pytest
 import torch
 from torch import nn
 
+from tests.data.fast.test_worker_pool import is_running
 from utils.system import distributed, rendezvous
-from utils.system.distributed import Ranks, first_on_each_machine, init_seeds, read_ranks, select_device, unwrap
+from utils.system.distributed import (
+    Ranks,
+    check_device,
+    first_on_each_machine,
+    init_seeds,
+    read_ranks,
+    select_device,
+    unwrap,
+)  # fmt: skip
+from utils.system.files import PROJECT_ROOT
 
 CPU = torch.device("cpu")
 
@@ -263,6 +277,25 @@ def test_missing_gpus(gpus):
         select_device("0,3")
 
 
+def test_what_a_run_will_not_find_is_told_without_taking_anything(gpus, monkeypatch):
+    gpus(2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for device in ("", "cpu", "1", "0,1"):
+        check_device(device)
+    with pytest.raises(ValueError, match="--device 0,2 names GPU 2, but 2 can be seen"):
+        check_device("0,2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="--device 0 asks for a GPU.*use --device cpu"):
+        check_device("0")
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    check_device("0")  # a run makes it visible
+    with pytest.raises(ValueError, match="is unknown"):
+        check_device("gpu")
+
+
 def test_batch_divides_among_the_gpus(gpus):
     gpus(2)
     with pytest.raises(ValueError, match="--batch-size 5 does not divide among 2 GPUs"):
@@ -294,3 +327,52 @@ def test_seed_0_makes_cudnn_deterministic(cudnn_flags):
     assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
     init_seeds(1)
     assert torch.backends.cudnn.benchmark and not torch.backends.cudnn.deterministic
+
+
+# ---- the end of the process that waits ------------------------------------------------------------------------------
+
+WAITING = """
+import time
+from utils.run import entry
+
+entry.run(lambda _: print("runs", flush=True) or time.sleep(600), None)
+"""
+STARTER = """
+import os, subprocess, sys, threading, time
+from utils.system.distributed import PARENT
+
+def start():
+    child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, start_new_session=True)
+    child.stdout.readline()
+    print(child.pid, flush=True)
+    child.wait()
+
+if sys.argv[2] == "tool":
+    os.environ[PARENT] = str(os.getpid())
+if sys.argv[2] == "torchrun":
+    os.environ["TORCHELASTIC_RUN_ID"] = "none"
+thread = threading.Thread(target=start)
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux sends that signal")
+@pytest.mark.parametrize(("starter", "ends"), [("tool", True), ("torchrun", True), ("shell", False)])
+def test_a_run_ends_with_the_process_that_waits_for_it(starter, ends):
+    words = [sys.executable, "-c", STARTER, WAITING, starter]
+    with subprocess.Popen(words, cwd=PROJECT_ROOT, stdout=subprocess.PIPE, text=True) as process:
+        child = int(process.stdout.readline())
+        process.kill()
+    deadline = time.monotonic() + (20 if ends else 2)
+    while (lives := is_running(child)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if lives:
+        os.kill(child, signal.SIGKILL)
+    assert lives != ends
+
+
+def test_a_run_whose_starter_is_gone_already_ends_at_once():
+    variables = os.environ | {distributed.PARENT: "1"}  # this process is another
+    done = subprocess.run([sys.executable, "-c", WAITING], cwd=PROJECT_ROOT, env=variables, timeout=120)
+    assert done.returncode == 1

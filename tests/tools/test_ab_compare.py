@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.tools.experiments import test_runner
+from tests.tools.experiments.test_runner import CFG
 from tools import ab_compare
 from tools.ab_compare import NOT_HERE, TARGETS, Side, verdicts
 from tools.experiments import runner
@@ -159,9 +160,10 @@ def test_unknown_flags_are_refused_before_anything_runs(tmp_path):
     assert not (tmp_path / "ab").exists()
 
 
-def side_of(tmp_path, a="", b="--fast", base="--epochs 2", *words, more=()):
+def side_of(tmp_path, a="", b="--fast", base="--epochs 2", *words, more=(), model=CFG):
     """Command line of a comparison in `tmp_path`."""
-    return ab_compare.parse(["--args", base, "--a", a, "--b", b, "--out", str(tmp_path / "ab"), *words, *more])
+    line = ["--args", f"{model} {base}", "--a", a, "--b", b, "--out", str(tmp_path / "ab")]
+    return ab_compare.parse([*line, *words, *more])
 
 
 @pytest.mark.parametrize(
@@ -196,6 +198,9 @@ def side_of(tmp_path, a="", b="--fast", base="--epochs 2", *words, more=()):
         ({"b": "--hyp none.yaml"}, "--b: none.yaml does not exist"),
         ({"base": "--epochs 2 --data none.yaml"}, "none.yaml does not exist"),
         ({"b": "--weights none.pt"}, "--b: --weights none.pt does not exist"),
+        ({"model": ""}, "--a: give --cfg .* or --weights"),
+        ({"model": "", "a": CFG}, "--b: give --cfg .* or --weights"),
+        ({"b": "--device gpu"}, "--b: --device 'gpu' is unknown"),
     ],
 )
 def test_a_command_that_makes_no_sense_is_refused_before_anything_runs(sides, message, tmp_path, monkeypatch):
@@ -226,7 +231,7 @@ def test_numbers_and_folders_of_the_comparison_itself(words, message, tmp_path, 
 
 
 def test_without_a_seed_the_sides_may_have_one(tmp_path):
-    base, side = ["--epochs", "2", "--seed", "3"], Side.parse("B", "--fast")
+    base, side = [*CFG.split(), "--epochs", "2", "--seed", "3"], Side.parse("B", "--fast")
     ab_compare.check_sides(base, Side.parse("A", "X=1"), side, has_seed=False)
 
 

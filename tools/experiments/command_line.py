@@ -11,9 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from utils.config.flags import TRAIN_FLAGS
-from utils.config.options import check_ranges, check_values, explicit_options, train_parser
+from utils.config.options import check_ranges, explicit_options, train_parser
 from utils.run.entry import refuse
-from utils.system.files import check_can_be_made, check_file
+from utils.system.distributed import check_device
+from utils.system.files import check_can_be_made, check_file, printable
 from utils.system.folder_lock import own
 from utils.system.streams import keep_streams
 
@@ -71,8 +72,11 @@ def typed_names(words):
     return names
 
 
-def check_run(words, where, check=check_values):
-    """Raise ValueError when train.py would refuse the values of its command line `words`, or miss a file of it."""
+def check_run(words, where, check):
+    """Raise ValueError when train.py would refuse its command line `words`, or miss a file or the device of it.
+
+    `check` looks at the options: `check_train_options`, or less while the command line is not complete.
+    """
     options = train_parser().parse_args(list(words))
     typed = explicit_options(train_parser(), list(words))
     try:
@@ -80,7 +84,8 @@ def check_run(words, where, check=check_values):
         for name in FILES:
             check_file(typed.get(name, ""))
         if options.weights and not Path(options.weights).is_file():
-            raise ValueError(f"--weights {options.weights} does not exist")
+            raise ValueError(f"--weights {printable(options.weights)} does not exist")
+        check_device(options.device)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
 

@@ -4,6 +4,7 @@ Overrides are a dict: `hyp.NAME` is a hyper-parameter, any other name an option 
 """
 
 import argparse
+import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from utils.config.data_yaml import read_yaml
 from utils.config.flags import TRAIN_FLAGS
 from utils.config.hyp import HYPER_PARAMETERS, checked
 from utils.config.limits import Range, above
-from utils.config.options import train_parser
+from utils.config.options import check_train_options, train_parser
 from utils.system.files import check_file, read_json, shown
 
 # What a trial may not set, because the run folders belong to the trials.
@@ -61,7 +62,7 @@ def trial_options(base, params, budget, where="trial"):
     values = {name: override_value(name, value, f"{where}: {name}") for name, value in params.items()}
     options = {name: value for name, value in values.items() if not name.startswith("hyp.")}
     words = command_line.override(base, budget.overrides() | options)
-    command_line.check_run(words, where)
+    command_line.check_run(words, where, check_train_options)
     return words, {name.removeprefix("hyp."): value for name, value in values.items() if name.startswith("hyp.")}
 
 
@@ -82,7 +83,17 @@ def override_value(name, value, where):
     elif isinstance(value, int) and not isinstance(value, bool):
         value = str(value)  # such as "device": 0
     flag.check(value, where)
+    if isinstance(value, str) and not _can_be_typed(value):
+        raise ValueError(f"{where} has to be text that a command line can hold, not {shown(value)}")
     return value
+
+
+def _can_be_typed(text):
+    """JSON can write half a character, and the character 0, that no process can be started with."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
 
 
 def _numbers(flag, value):

@@ -21,6 +21,7 @@ import yaml
 
 from utils.config.data_yaml import read_yaml
 from utils.loggers.monitor import ResourceMonitor, Usage, gpu_name
+from utils.system.distributed import PARENT
 from utils.system.files import PROJECT_ROOT
 from utils.system.folder_lock import check_free
 
@@ -88,7 +89,8 @@ def run_training(
 
     `on_epoch(rows)` is called whenever an epoch is complete; what it returns, if anything, is the reason to stop the
     run. After `timeout` seconds the run is stopped and counts as failed. `environment` adds variables. With everything
-    that ends this function, an interruption included, the process and its workers end too.
+    that ends this function, an interruption included, the process and its workers end too, and when this process is
+    killed (Linux).
     """
     return at_once([training(arguments, folder, on_epoch, timeout, environment)])[0]
 
@@ -112,11 +114,9 @@ def training(
             path.unlink(missing_ok=True)
     command = [*TRAIN, *map(str, arguments), *place]
     started = time.monotonic()
+    variables = CHILD | os.environ | (environment or {}) | {PARENT: str(os.getpid())}
     with (folder / LOG).open("ab") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env=CHILD | os.environ | (environment or {}),
-            start_new_session=True,
-        )  # fmt: skip
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=variables, start_new_session=True)
         try:
             with ResourceMonitor(process.pid, interval=1.0, memory=True) as monitor:
                 reason = yield from wait_for_end(process, folder, on_epoch, timeout and started + timeout)

@@ -127,6 +127,13 @@ class TrialTable:
             return False
         return row is not None
 
+    def leave_out_from(self, count):
+        """Drop the rows of trials that are no longer asked for, those from number `count` on."""
+        gone = sorted(trial_id for trial_id in self.trials if trial_id >= count)
+        if gone:
+            logger.warning("trials %s are not in the list any more; their rows are left out", ", ".join(map(str, gone)))
+        self.trials = {trial_id: trial for trial_id, trial in self.trials.items() if trial_id < count}
+
     def save(self):
         names = sorted({name for trial in self.trials.values() for name in trial.params})
         with atomic_write(self.path, "w", newline="") as file:
@@ -173,7 +180,8 @@ class TrialTable:
 
 def as_text(params):
     """Overrides as they stand in the table, where an empty cell means that the trial does not set this one."""
-    return {name: str(value) or EMPTY for name, value in params.items()}
+    texts = {name: str(value).encode("utf-8", "backslashreplace").decode() for name, value in params.items()}
+    return {name: text or EMPTY for name, text in texts.items()}
 
 
 def _text(number):

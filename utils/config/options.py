@@ -49,11 +49,16 @@ def explicit_options(
 
 def check_train_options(opt: argparse.Namespace) -> None:
     """Raise ValueError for a value that no run could use; extend --img-size to (train, validation)."""
-    if not opt.cfg and not opt.weights:
-        raise ValueError("give --cfg (a model yaml) or --weights (a checkpoint): there is nothing to train")
+    check_model(opt)
     if opt.transfer_weights and not opt.weights:
         raise ValueError("--transfer-weights takes backbone and neck from --weights; give a checkpoint there")
     check_values(opt)
+
+
+def check_model(opt: argparse.Namespace) -> None:
+    """Raise ValueError when the options name no model."""
+    if not opt.cfg and not opt.weights:
+        raise ValueError("give --cfg (a model yaml) or --weights (a checkpoint): there is nothing to train")
 
 
 def check_values(opt: argparse.Namespace) -> None:

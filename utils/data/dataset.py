@@ -33,7 +33,8 @@ class LoadImagesAndLabels(Dataset):
 
     `path` is a folder, a list file, or a list of those; `pad` is in strides; `hyp` is needed only for augmenting;
     `subset_filter(ScannedDataset)` may leave a part of it; `cache_images` is "disk", or true for memory; `keypoints`
-    are those of DataConfig; `share` (number, of how many) keeps a part of the batches, which stay what they are.
+    are those of DataConfig, `row_forms` those of the training set, which a validation set is read by; `share` (number,
+    of how many) keeps a part of the batches, which stay what they are.
 
     `labels` float32 [n x 5: class, x, y, w, h normalised] and `segments` (polygons [m x 2] normalised, one for each
     label or none at all) are lists with one entry an image; `shapes` [n x 2] is (width, height) of the files.
@@ -59,6 +60,7 @@ class LoadImagesAndLabels(Dataset):
         subset_filter: Callable[[ScannedDataset], ScannedDataset] | None = None,
         keypoints: tuple | None = None,
         share: tuple[int, int] | None = None,
+        row_forms: dict | None = None,
     ) -> None:
         self.hyp = hyp or {}
         missing = [key for key in AUGMENTATION_KEYS if key not in self.hyp] if augment else []
@@ -76,12 +78,13 @@ class LoadImagesAndLabels(Dataset):
         self.mosaic_border = (-img_size // 2, -img_size // 2)
         self.stride = stride
 
-        scanned = scan_dataset(path, prefix, keypoints)
+        scanned = scan_dataset(path, prefix, keypoints, row_forms)
         if subset_filter is not None:
             scanned = subset_filter(scanned)
         self.img_files, self.label_files = list(scanned.img_files), list(scanned.label_files)
         self.labels, self.segments = list(scanned.labels), list(scanned.segments)
         self.shapes, self.findings = np.asarray(scanned.shapes, np.float64), scanned.findings
+        self.row_forms = scanned.row_forms
         if single_cls:
             self.labels = [_with_class_zero(labels) for labels in self.labels]
 

@@ -176,7 +176,8 @@ def labels_next_door(missing):
         for _ in range(MAX_ABOVE + 1):
             names = [name for lower, name in names_in(outer).items() if lower.startswith(("label", "annotation"))]
             found += [os.path.join(outer, name, *below) for name in names for below in (inner[1:], [])]
-            found.append(os.path.join(outer, "labels", *(name for name in inner if name != "images")))  # train/images
+            split = [name for name in inner if name != "images"]
+            found += [os.path.join(outer, "labels", *split), os.path.join(outer, *split, "labels")]  # train/images too
             outer, folder = os.path.split(outer)
             if not folder:
                 break

@@ -36,7 +36,7 @@ def cache_location(path, label_files):
 
 
 def signature(img_files, label_files, keypoints=None):
-    """A digest of everything that the result of a scan depends on."""
+    """A digest of everything that the result of a scan depends on, but for row forms that another scan has told."""
     digest = hashlib.sha256(f"version {FORMAT_VERSION}, keypoints {keypoints}\n".encode())
     for file in (*img_files, *label_files):
         digest.update(os.fsencode(file))
@@ -58,7 +58,7 @@ def load_cache(file, expected_signature):
         return None
     try:
         with np.load(file, allow_pickle=False) as archive:
-            if str(archive["signature"]) != expected_signature:
+            if str(archive["signature"]) != expected_signature or "row_forms" not in archive:  # of an earlier version
                 return None
             return _unpack(archive)
     except Exception as error:  # whatever lies there, a new scan replaces it
@@ -83,6 +83,7 @@ def _pack(fields):
     text = {key: fields[key] for key in ("img_files", "label_files", "counts", "findings")}
     return {
         "text": np.frombuffer(json.dumps(text).encode(), np.uint8),
+        "row_forms": np.frombuffer(json.dumps(fields["row_forms"]).encode(), np.uint8),
         "shapes": fields["shapes"],
         "labels": np.concatenate(fields["labels"]),
         "rows_per_image": np.array([len(rows) for rows in fields["labels"]]),
@@ -106,6 +107,7 @@ def _unpack(archive):
         raise ValueError("its labels are damaged")
     return {
         **text,
+        "row_forms": {int(length): form for length, form in json.loads(archive["row_forms"].tobytes()).items()},
         "shapes": archive["shapes"],
         "labels": _split(labels, rows),
         "segments": [Polygons(*parts) for parts in zip(points, counts, strict=True)],

@@ -4,7 +4,7 @@ import logging
 import os
 import warnings
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import repeat
 from multiprocessing.pool import ThreadPool
 from typing import NamedTuple
@@ -53,6 +53,7 @@ class ScannedDataset:
     shapes: np.ndarray  # float64 [images x 2: width, height] of the upright images
     counts: dict  # found (empty ones included), missing, empty, dropped, total images; dropped_rows, repaired_rows
     findings: list  # utils.data.label_rows.Finding: everything that was dropped, repaired or missing
+    row_forms: dict = field(default_factory=dict)  # {numbers in a row: what of it is ignored; "" for polygons}
 
     @property
     def messages(self):
@@ -71,10 +72,12 @@ class _Record(NamedTuple):
     columns: dict  # utils.data.label_rows.Columns of the rows of each length above 6
 
 
-def scan_dataset(path, prefix="", keypoints=None):
+def scan_dataset(path, prefix="", keypoints=None, row_forms=None):
     """Read the data set at `path` (a folder, a list file, or a list of those); `prefix` begins every message.
 
     `keypoints` (number, numbers each) if the data yaml says that rows are boxes with keypoints, which are ignored.
+    `row_forms` are those of the training set, which another part of the data set is read by; without them, by what its
+    rows look like, or as it was last read.
 
     Uses the label cache when nothing has changed since it was written. One line of log sums up, then each reason for a
     repair or a drop has its own warning with the first places. Raises ValueError when there is no usable image.
@@ -83,10 +86,12 @@ def scan_dataset(path, prefix="", keypoints=None):
     label_files = img2label_paths(img_files)
     cache_file = cache_location(path, label_files)
     present = signature(img_files, label_files, keypoints)
-    fields = load_cache(cache_file, present)
+    fields, row_forms = load_cache(cache_file, present), row_forms or {}
+    if fields and any(row_forms.get(length, form) != form for length, form in fields["row_forms"].items()):
+        fields = None
     title = f"{prefix}Scanning {printable(os.path.dirname(label_files[0]) or '.')}"
     if fields is None:
-        fields = _scan(img_files, label_files, title, RowForms.of_keypoints(keypoints))
+        fields = _scan(img_files, label_files, title, RowForms.of_keypoints(keypoints), row_forms)
         if fields["img_files"]:
             save_cache(cache_file, present, fields)
     else:
@@ -126,7 +131,7 @@ def _label_file_notes(img_files, label_files, labels):
     return notes
 
 
-def _scan(img_files, label_files, title, forms):
+def _scan(img_files, label_files, title, forms, row_forms):
     """The fields of ScannedDataset, by looking at every file."""
     records, status = [], Counter()
     with ThreadPool(THREADS) as pool, warnings.catch_warnings():
@@ -139,7 +144,7 @@ def _scan(img_files, label_files, title, forms):
             bar.desc = f"{title} ... {_describe_counts(_counts(status))}"
         bar.refresh()
         bar.close()
-    row_findings = [] if forms.box_only else _judge_rows(records, label_files)
+    told, row_findings = ({}, []) if forms.box_only else _judge_rows(records, label_files, row_forms)
     kept = [index for index, record in enumerate(records) if record.status != DROPPED]
     findings = gather(note for record in records for note in record.notes) + row_findings
     return {
@@ -150,27 +155,30 @@ def _scan(img_files, label_files, title, forms):
         "shapes": np.array([records[index].size for index in kept], np.float64).reshape(-1, 2),
         "counts": _counts(Counter(record.status for record in records)) | _row_counts(findings),
         "findings": findings,
+        "row_forms": told,
     }
 
 
-def _judge_rows(records, label_files):
+def _judge_rows(records, label_files, row_forms):
     """Read the labels of `records` again where the rows of the whole set tell that they are boxes with more columns.
 
-    Returns a finding if they may be boxes with keypoints that nothing tells from polygons.
+    `row_forms` tell it of the lengths in them. Returns the row forms of this set, and a list with a finding if its rows
+    may be boxes with keypoints that nothing tells from polygons.
     """
     of_set = defaultdict(Columns)
     for record in records:
         for length, own in record.columns.items():
             of_set[length].merge(own)
-    told = {length: columns.behind_a_box(length) for length, columns in of_set.items()}
+    judged = {length: columns.behind_a_box(length) for length, columns in of_set.items() if columns.rows}
+    told = {length: row_forms.get(length, form) for length, form in judged.items()}
     for index, record in enumerate(records):
-        box_only = {length: told[length] or own.behind_a_box(length) for length, own in record.columns.items()}
+        box_only = {length: told.get(length) or own.behind_a_box(length) for length, own in record.columns.items()}
         if any(box_only.values()):
             forms = RowForms({length: ignored for length, ignored in box_only.items() if ignored})
             records[index] = _with_labels(label_files[index], record.size, forms)
     lengths = [length for length, columns in of_set.items() if columns.rows]
     if len(lengths) != 1 or lengths[0] < 11 or lengths[0] % 2 == 0 or told[lengths[0]]:
-        return []
+        return told, []
     length, columns = lengths[0], of_set[lengths[0]]
     count = (length - 5) // 2
     shapes = f"[{count}, 2]" + (f" or [{(length - 5) // 3}, 3]" if length % 3 == 2 else "")
@@ -179,7 +187,7 @@ def _judge_rows(records, label_files):
         f"with keypoints, say kpt_shape: {shapes} in the data yaml"
     )
     places = [printable(file) for file, record in zip(label_files, records, strict=True) if record.columns][:1]
-    return [Finding(ROW_KEPT, reason, columns.rows, places)] if columns.rows > 1 else []
+    return told, [Finding(ROW_KEPT, reason, columns.rows, places)] if columns.rows > 1 else []
 
 
 def _scan_one(files):

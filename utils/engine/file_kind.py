@@ -5,7 +5,7 @@ import re
 import string
 import struct
 
-from utils.engine.torch_file import members
+from utils.engine.torch_file import open_archive
 
 AGAIN = "download it again"
 GIVE_PT = "a .pt file of this project or of stock YOLOv7 is needed"
@@ -55,7 +55,7 @@ def foreign_kind(path):
         start = file.read(4096)
         if not size:
             return f"is empty: the download or the copy failed, {AGAIN}"
-        kind = _of_zip(file, size) if start.startswith(b"PK\3\4") else _of_start(start, size, path.suffix.lower())
+        kind = _of_zip(file) if start.startswith(b"PK\3\4") else _of_start(start, size, path.suffix.lower())
     if kind and path.suffix.lower() in UNFINISHED:
         kind += f" (the ending {path.suffix} is that of a download that has not finished)"
     return kind
@@ -133,9 +133,9 @@ def _looks_like_json(text):
     return True
 
 
-def _of_zip(file, size):
+def _of_zip(file):
     """What a zip archive is that torch.save has not written."""
-    names = list(members(file, size))
+    names = open_archive(file).namelist()
     if any(name.endswith("/constants.pkl") or "/code/" in name for name in names):
         return "is a TorchScript archive (torch.jit.save): its weights are part of a program; " + GIVE_PT
     if any(name.endswith("data.pkl") and name.count("/") < 2 for name in names):

@@ -192,8 +192,9 @@ class Unpickler:
         if type(entry) is not tuple or not 4 <= len(entry) <= 6:
             raise UnpicklingError("something that lies outside and is no storage")
         kind, storage_type, key, _, number, *view = list(entry) + [None]
-        if type(kind) is str and kind == "module":
-            raise UnpicklingError("a whole model in the form of torch before 1.6; save it again with a newer torch")
+        if type(kind) is str and kind == "module" and storage_type is LayerClass:  # before torch 1.6, with its source
+            self.push(LayerClass)
+            return
         plain = type(kind) is type(key) is str and kind == "storage" and not any(view)
         if not plain or type(storage_type) is not StorageType or type(number) is not int or number < 0:
             raise UnpicklingError("something that lies outside and is no storage")

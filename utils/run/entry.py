@@ -11,7 +11,7 @@ from functools import partialmethod
 
 from tqdm import tqdm
 
-from utils.system.distributed import lost_process
+from utils.system.distributed import end_with_starter, lost_process
 from utils.system.files import printable
 from utils.system.streams import LastingStream, keep_streams
 
@@ -55,6 +55,7 @@ def run(main: Callable[[Namespace], None], opt: Namespace) -> None:
     Progress bars go to the standard error. A run goes on when nobody reads either any more, as after `train.py | head`.
     YOLOV7FAST_TRACEBACK=1 shows where an error came from.
     """
+    end_with_starter()
     keep_streams()
     rank, local_rank = (_number_in(name) for name in ("RANK", "LOCAL_RANK"))
     set_logging(rank, local_rank)

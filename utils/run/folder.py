@@ -136,7 +136,11 @@ def resumed_options(opt: Namespace, ranks: Ranks, is_restart: bool = False) -> N
         raise NothingToDo(f"{last} is finished and holds no training state: start a new run with --weights {last}")
     _refuse_finished(checkpoint, old, run)
     old.resume = True
-    check_train_options(old)
+    try:
+        check_train_options(old)
+    except ValueError as error:
+        also = " with what was typed" if typed.keys() - {"resume", *ignored} else ""
+        raise ValueError(f"{run / 'opt.yaml'}{also}: {error}") from error
     old.cfg, old.weights, old.save_dir = "", str(last), str(run)
     folder = _folder_of_paths(started, run, old.data)
     if folder is None:

@@ -65,7 +65,9 @@ def open_loaders(run: Run, fast: dict, stride: int, first_epoch: int, shares_val
     if dataset.memory_cache is not None:
         check_memory_for(dataset, max(stage.size for stage in sizes.stages))  # not only when its time has come
     share = (run.ranks.rank, run.ranks.world_size) if shares_validation else None
-    val_loader = open_val_loader(run, fast, stride, first_epoch, share) if share or run.ranks.is_main else None
+    val_loader = None
+    if share or run.ranks.is_main:
+        val_loader = open_val_loader(run, fast, stride, first_epoch, dataset.row_forms, share)
     return Loaders(train_loader, dataset, image_size, val_loader, sizes, open_training)
 
 
@@ -88,8 +90,11 @@ def open_train_loader(run, fast, stride, image_size, first_epoch):
     return loader, dataset
 
 
-def open_val_loader(run, fast, stride, first_epoch, share=None):
-    """The validation loader, or that of a `share`; --overfit validates on its training images as training sees them."""
+def open_val_loader(run, fast, stride, first_epoch, row_forms, share=None):
+    """The validation loader, or that of a `share`; --overfit validates on its training images as training sees them.
+
+    `row_forms` of the training set: a validation set of a few images may not show what its label rows are.
+    """
     opt, image_size = run.options, check_img_size(run.options.img_size[1], stride)
     path, subset_filter = (run.data.train, subset.from_options(opt)) if opt.overfit else (run.data.val, None)
     # --max-iter shortens training only, and only training batches pass where the GPU does the last steps
@@ -97,8 +102,8 @@ def open_val_loader(run, fast, stride, first_epoch, share=None):
     loader, dataset = create_dataloader(
         path, image_size, opt.test_batch_size or opt.batch_size * 2, stride, opt, hyp=run.hyp,
         cache=not opt.notest and opt.cache_images, rect=not opt.overfit, pad=0.5, world_size=run.ranks.world_size,
-        workers=opt.workers, prefix="val: ", subset_filter=subset_filter, keypoints=run.data.keypoints, share=share,
-        **(fast and fast | {"first_epoch": first_epoch}),
+        workers=opt.workers, prefix="val: ", subset_filter=subset_filter, keypoints=run.data.keypoints,
+        share=share, row_forms=row_forms, **(fast and fast | {"first_epoch": first_epoch}),
     )  # fmt: skip
     check_labels(dataset, run.data, opt.strict_data)
     return loader

@@ -1,9 +1,12 @@
 """Devices, processes and seeds."""
 
+import ctypes
 import logging
 import os
 import random
 import shutil
+import signal
+import sys
 import time
 import warnings
 from contextlib import contextmanager, suppress
@@ -21,6 +24,7 @@ RESUME_ADVICE = "; train.py --resume goes on after the last complete epoch"
 # What errors of gloo and NCCL say when another process has gone, or when they cannot reach it.
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "NCCL error",
         "NCCL communicator was aborted", "failed to recv", "Socket Timeout")  # fmt: skip
+PARENT = "YOLOV7FAST_PARENT"  # variable: the process that started this one, and wants it to end with itself
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,29 @@ def exchange_advice(device: torch.device) -> str:
     return advice + ", NCCL_SOCKET_IFNAME=NAME names the network interface, NCCL_DEBUG=INFO tells more"
 
 
+def end_with(parent, number=signal.SIGTERM):
+    """On Linux, let the kernel send this process the signal `number` when the process `parent`, which made it, ends.
+
+    To the kernel the parent is the thread that started this process; the signal comes when that thread ends.
+    """
+    if sys.platform == "linux":
+        set_death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(set_death_signal, number)
+        if os.getppid() != parent:  # it was gone before
+            os._exit(1)
+
+
+def end_with_starter():
+    """Let this process end with the tool or torchrun that waits for it, also when that is killed; call it at the start.
+
+    A run from a shell goes on without it, as with nohup.
+    """
+    if parent := os.environ.pop(PARENT, ""):  # not for processes that this one starts
+        end_with(int(parent))
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with(os.getppid())
+
+
 @contextmanager
 def first_on_each_machine(rank):
     """The first process of each machine runs the body first (it writes caches), the others after it (they read them).
@@ -177,26 +204,44 @@ def broadcast_indices(indices, rank, device):
     return tensor.tolist()
 
 
+def check_device(device):
+    """Raise ValueError when `select_device` would find that this machine lacks what `device` names; takes nothing."""
+    name = _device_name(device)
+    if name in ("", "cpu") or "CUDA_VISIBLE_DEVICES" in os.environ:  # which hides GPUs that `device` may name
+        return
+    count = _count_gpus(device)
+    if absent := [number for number in name.split(",") if int(number) >= count]:
+        raise ValueError(f"--device {device} names GPU {absent[0]}, but {count} can be seen, the first is 0")
+
+
+def _device_name(device):
+    """What `device` names: '' (the best there is), 'cpu', or numbers of GPUs as '0,1'; ValueError for anything else."""
+    name = str(device).strip().lower().replace("cuda:", "").replace("cuda", "")
+    if name not in ("", "cpu") and not all(part.strip().isdigit() for part in name.split(",")):
+        raise ValueError(f"--device {device!r} is unknown: give cpu, 0, or a list like 0,1")
+    return name
+
+
+def _count_gpus(device):
+    if not torch.cuda.is_available():
+        raise ValueError(f"--device {device} asks for a GPU, but torch {torch.__version__} sees none; use --device cpu")
+    return torch.cuda.device_count()
+
+
 def select_device(device="", batch_size=None, ranks=None):
     """The torch device that `device` ('', 'cpu', '0', '0,1', 'cuda:0') names; logs what it is.
 
     '' is the first GPU, or the CPU where there is none. With a launcher every process takes the GPU of its local rank.
     Raises ValueError for an unknown device, a missing GPU, or a batch that does not divide among the GPUs.
     """
-    ranks = ranks or Ranks()
-    name = str(device).strip().lower().replace("cuda:", "").replace("cuda", "")
+    ranks, name = ranks or Ranks(), _device_name(device)
     if name == "cpu" or (name == "" and not torch.cuda.is_available()):
         logger.info("Device: CPU, torch %s", torch.__version__)
         return torch.device("cpu")
-    if name and not all(part.strip().isdigit() for part in name.split(",")):
-        raise ValueError(f"--device {device!r} is unknown: give cpu, 0, or a list like 0,1")
     if name:
         # Must happen before the first CUDA call of this process; the numbers then count the visible cards.
         os.environ["CUDA_VISIBLE_DEVICES"] = name
-    if not torch.cuda.is_available():
-        raise ValueError(f"--device {device} asks for a GPU, but torch {torch.__version__} sees none; use --device cpu")
-    wanted = name.split(",") if name else ["0"]
-    count = torch.cuda.device_count()
+    wanted, count = name.split(",") if name else ["0"], _count_gpus(device)
     if count < len(wanted):
         raise ValueError(f"--device {device} names {len(wanted)} GPUs, but {count} can be seen")
     if ranks.is_distributed:

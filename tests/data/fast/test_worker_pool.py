@@ -231,7 +231,9 @@ def test_an_answer_larger_than_a_pipe(no_orphans):
     pool = WorkerPool(Answers(), 2, timeout=30)
     for number in range(4):
         pool.submit((number, 1_000_000))
-    found = [answer for _ in range(4) for answer in pool.answers()]
+    found = []
+    while len(found) < 4:  # one call may give several
+        found += pool.answers()
     assert sorted(task for task, _ in found) == [(number, 1_000_000) for number in range(4)]
     pool.close()
 
@@ -251,7 +253,7 @@ import sys, time
 from tests.data.fast.test_worker_pool import Answers
 from utils.data.fast import worker_pool
 if sys.argv[1] == "pipes alone":
-    worker_pool._be_killed_with = lambda parent: None
+    worker_pool.end_with = lambda *_: None
 pools = [worker_pool.WorkerPool(Answers(), 2, timeout=30) for _ in range(2)]
 for pool in pools:
     for number in range(2):

@@ -363,6 +363,7 @@ def test_options_that_are_not_for_the_runs(text, fault, capsys):
         ("--data none.yaml", "none.yaml does not exist"),
         ("--cfg none.yaml", "none.yaml does not exist"),
         ("--hyp none.yaml", "none.yaml does not exist"),
+        ("--device gpu", "--device 'gpu' is unknown"),
         ("--args=--subset-seed=-1", "--args: --subset-seed -1 is too small"),
         ("--out /dev/null/x", "/dev/null is a file.*choose another --out"),
     ],

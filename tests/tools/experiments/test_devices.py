@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from tests.tools.experiments import test_runner
+from tests.tools.experiments.test_runner import CFG
 from tools import run_trials
 from tools.experiments import runner
 from tools.experiments.devices import ProgressLines, read_devices
@@ -35,7 +36,7 @@ def line(tmp_path):
 
     def make(asked, *more):
         (tmp_path / "trials.json").write_text(json.dumps(asked))
-        return ["--base-args", f"--hyp {tmp_path / 'hyp.yaml'} --batch-size 2 --workers 0", "--trials-file",
+        return ["--base-args", f"{CFG} --hyp {tmp_path / 'hyp.yaml'} --batch-size 2 --workers 0", "--trials-file",
                 str(tmp_path / "trials.json"), "--output-dir", str(tmp_path / "out"), *more]  # fmt: skip
 
     return make

@@ -8,11 +8,13 @@ import yaml
 from tools.experiments import overrides
 from tools.experiments.overrides import Budget, override_value, trial_options
 
+CFG = "cfg/training/yolov7-tiny.yaml"
+
 
 @pytest.fixture
 def base(tmp_path):
     (tmp_path / "hyp.yaml").write_text("lr0: 0.1\nbox: 0.05\n")
-    return ["--hyp", str(tmp_path / "hyp.yaml"), "--epochs", "9", "--adam"]
+    return ["--cfg", CFG, "--hyp", str(tmp_path / "hyp.yaml"), "--epochs", "9", "--adam"]
 
 
 def test_command_line_of_a_trial(base, tmp_path):
@@ -20,7 +22,7 @@ def test_command_line_of_a_trial(base, tmp_path):
         base, {"hyp.lr0": 0.5, "adam": False, "batch_size": 4}, Budget(5, None, 320), tmp_path
     )
     hyp = tmp_path / "trial_hyp.yaml"
-    assert line == ["--hyp", str(hyp), "--epochs", "5", "--img-size", "320", "320", "--batch-size", "4"]
+    assert line == ["--cfg", CFG, "--hyp", str(hyp), "--epochs", "5", "--img-size", "320", "320", "--batch-size", "4"]
     assert yaml.safe_load(hyp.read_text()) == {"lr0": 0.5, "box": 0.05}
 
 
@@ -91,6 +93,8 @@ def test_values_of_another_kind_or_out_of_range(name, value, message):
         ({"data": "none.yaml"}, "none.yaml does not exist"),
         ({"weights": "none.pt"}, "--weights none.pt does not exist"),
         ({"img_size": [1, 2, 3]}, "one or two positive numbers"),
+        ({"cfg": ""}, "give --cfg .* or --weights"),
+        ({"device": "gpu"}, "--device 'gpu' is unknown"),
     ],
 )
 def test_values_that_do_not_agree(params, message, base):

@@ -14,7 +14,9 @@ import pytest
 from tests import small_run
 from tools.experiments import runner
 from tools.experiments.runner import MAP50, FinishedRun, run_training
+from utils.system.distributed import PARENT
 
+CFG = "--cfg cfg/training/yolov7-tiny.yaml"  # not read by the fake training, but the tools look for it
 FAKE = [sys.executable, str(Path(__file__).resolve().parents[2] / "fake_train.py")]
 
 
@@ -206,3 +208,8 @@ def test_a_real_training_with_its_speed(tmp_path):
     assert len(run.speed["speed/images_per_second"]) == 2 and run.typical("speed/images_per_second") > 0
     assert runner.resume_arguments(run.folder) == ["--resume", str(run.folder / "weights" / "last.pt")]
     assert run.usage.seconds > 1 and len(run.memory) < run.seconds
+
+
+def test_a_run_is_told_whom_to_end_with(tmp_path, hyp, monkeypatch):
+    monkeypatch.setattr(runner, "TRAIN", [sys.executable, "-c", f"import os; print(os.environ['{PARENT}'])"])
+    assert fake(tmp_path / "one", hyp).log() == f"{os.getpid()}\n"

@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from tests.tools.experiments.test_devices import TOOL
+from tests.tools.experiments.test_runner import CFG
 from tools import run_trials
 from tools.experiments import runner, shared_search
 from tools.experiments.overrides import Budget
@@ -160,8 +161,8 @@ def test_a_process_is_killed_and_another_one_goes_on(tmp_path, monkeypatch, capl
     pytest.importorskip("optuna")
     (tmp_path / "hyp.yaml").write_text("lr0: 0.1\n")
     (tmp_path / "space.yaml").write_text("hyp.lr0: {low: 0.1, high: 0.2}\n")
-    words = ["--base-args", f"--hyp {tmp_path / 'hyp.yaml'} --batch-size 2 --workers 0", "--sampler", "tpe", "--space",
-             str(tmp_path / "space.yaml"), "--num-trials", "3", "--storage", str(tmp_path / "search"),
+    words = ["--base-args", f"{CFG} --hyp {tmp_path / 'hyp.yaml'} --batch-size 2 --workers 0", "--sampler", "tpe",
+             "--space", str(tmp_path / "space.yaml"), "--num-trials", "3", "--storage", str(tmp_path / "search"),
              "--output-dir", str(tmp_path / "out"), "--abandoned-after", "1"]  # fmt: skip
     monkeypatch.setenv("FAKE_SECONDS", "600")
     with subprocess.Popen([sys.executable, "-c", TOOL, *words, "--devices", "cpu,cpu"], cwd=PROJECT_ROOT) as tool:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.tools.experiments import test_runner
+from tests.tools.experiments.test_runner import CFG
 from tools import run_trials
 from tools.experiments import runner, trials
 from tools.experiments.command_line import fingerprints
@@ -31,8 +32,8 @@ def series(tmp_path, monkeypatch):
     (tmp_path / "hyp.yaml").write_text("lr0: 0.1\nbox: 0.05\n")
 
     def run(asked, *more):
-        line = ["--base-args", f"--hyp {tmp_path / 'hyp.yaml'} --batch-size 2", "--output-dir", str(tmp_path / "out"),
-                "--budget-epochs", "5", *more]  # fmt: skip
+        base = f"{CFG} --hyp {tmp_path / 'hyp.yaml'} --batch-size 2"
+        line = ["--base-args", base, "--output-dir", str(tmp_path / "out"), "--budget-epochs", "5", *more]
         if asked is not None:
             (tmp_path / "trials.json").write_text(json.dumps(asked))
             line[:0] = ["--trials-file", str(tmp_path / "trials.json")]
@@ -217,6 +218,23 @@ def test_two_series_in_one_table_are_refused(series, tmp_path):
     assert series([{}]).trials
 
 
+def test_text_that_no_process_can_be_given_fails_one_trial(series):
+    for text in ("\ud800", "a\0b"):
+        asked = [{"entity": text}, {"hyp.lr0": 0.1}]
+        table = series(asked, "--fresh")
+        assert [row["status"] for row in rows_of(table)] == ["failed", "completed"]
+        assert "trials.json, trial 0: entity has to be text that a command line can hold" in table.trials[0].message
+        assert trials.ranking_text(table.ranking()).encode()
+        assert series(asked).path == table.path and len(table.trials) == 2
+
+
+def test_a_shorter_list_leaves_out_the_rows_behind_its_end(series, caplog):
+    path = series([{"hyp.lr0": 0.1}, {"hyp.lr0": 0.2}, {"hyp.lr0": 0.15}]).path
+    table = series([{"hyp.lr0": 0.1}])
+    assert table.path == path and [trial.trial_id for trial in table.ranking()] == [0]
+    assert "trials 1, 2 are not in the list any more; their rows are left out" in caplog.text
+
+
 def test_two_tables_of_one_second_have_two_folders(tmp_path, monkeypatch):
     monkeypatch.setattr(trials.time, "strftime", lambda form: next(names))
     names = iter(["a", "a", "a", "b"])
@@ -246,6 +264,7 @@ def test_two_tables_of_one_second_have_two_folders(tmp_path, monkeypatch):
         (["--space", "space.yaml"], "--space is not read with --sampler file"),
         (["--sampler", "tpe"], "--trials-file is not read with --sampler tpe"),
         (["--output-dir", "/dev/null/x"], "/dev/null is a file.*choose another --output-dir"),
+        (["--base-args", "--device gpu"], "--base-args: --device 'gpu' is unknown"),
     ],
 )
 def test_a_wrong_command_is_refused_before_anything_runs(words, message, series, tmp_path, monkeypatch):
@@ -302,6 +321,15 @@ def test_tpe_without_optuna(monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ValueError, match="pip install optuna"):
         OptunaSampler({}, 3)
+
+
+def test_tpe_without_a_model_is_refused_before_anything_runs(tmp_path, monkeypatch):
+    pytest.importorskip("optuna")
+    monkeypatch.setattr(runner, "training", lambda *a, **k: pytest.fail("runs"))
+    (tmp_path / "space.yaml").write_text("adam: {choices: [true, false]}\n")
+    line = ["--base-args", "--epochs 1", "--sampler", "tpe", "--space", str(tmp_path / "space.yaml")]
+    with pytest.raises(ValueError, match="--base-args: give --cfg .* or --weights"):
+        run_trials.run(run_trials.parse([*line, "--output-dir", str(tmp_path / "out")]))
 
 
 def test_tpe_finds_the_better_half_and_restarts(series, tmp_path, monkeypatch):

@@ -4,14 +4,12 @@ Whatever happens to a worker ends in one LoaderError that names the sample it wa
 Neither side can block the other: the main process writes only what the pipe has room for and reads only what is there.
 """
 
-import ctypes
 import logging
 import os
 import pickle
 import random
 import selectors
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -24,6 +22,7 @@ import numpy as np
 import torch
 
 from utils.data.worker_errors import LoaderError, about, describe
+from utils.system.distributed import end_with
 from utils.system.memory import shared_array
 
 logger = logging.getLogger(__name__)
@@ -93,9 +92,9 @@ class WorkerPool:
 
     def answers(self):
         """Wait until there are answers: a list of (task, result). Raises LoaderError instead of waiting in vain."""
-        found, deadline = [], time.monotonic() + self.timeout
+        found = []
         while not found:
-            ready = self.selector.select(max(deadline - time.monotonic(), 0))
+            ready = self.selector.select(self.timeout)
             if not ready:
                 busy = [self.job.describe(*doing) for doing in self.doing.tolist() if doing[0] >= 0]
                 self._fail(
@@ -166,7 +165,8 @@ def _work(job, doing, reader, lock, writer, inherited, parent, seed):
     # First of all: as long as one worker holds the main process's ends, no other sees that the main process is gone.
     for end in inherited:
         end.close()
-    _be_killed_with(parent)
+    if parent is not None:  # where this worker would not notice: a second line
+        end_with(parent, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's business; it ends the workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -199,12 +199,3 @@ def _work(job, doing, reader, lock, writer, inherited, parent, seed):
 def _write(pipe, message):
     while message:
         message = message[os.write(pipe, message) :]
-
-
-def _be_killed_with(parent):
-    """On Linux, let the kernel end this worker with its `parent` even where it would not notice: a second line."""
-    if parent is not None and sys.platform == "linux":
-        set_death_signal = 1  # PR_SET_PDEATHSIG
-        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
-        if os.getppid() != parent:  # it was gone before
-            os._exit(1)
