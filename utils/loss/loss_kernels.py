@@ -266,8 +266,7 @@ def dense_kernel(objectness, scale, result, size, COLUMNS: tl.constexpr, BLOCK: 
     # counted from the row that the block begins in: division of 64 bits takes long
     local = (begin % COLUMNS).to(tl.int32) + tl.arange(0, BLOCK)
     is_objectness = (local % COLUMNS == 4) & (place < size)
-    value = tl.load(objectness + begin // COLUMNS + local // COLUMNS, mask=is_objectness, other=0.0)
-    value = tl.where(is_objectness, value * tl.load(scale), 0.0)  # 0 also where the scale is infinite
+    value = tl.load(objectness + begin // COLUMNS + local // COLUMNS, mask=is_objectness, other=0.0) * tl.load(scale)
     tl.store(result + place, value.to(result.dtype.element_ty), mask=place < size)
 
 
