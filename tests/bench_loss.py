@@ -5,17 +5,23 @@ python tests/bench_loss.py [--short] [--seconds 1] [--device cpu --threads 2] [-
 Prints a markdown table, and writes it with a json of every number and a plot into --out. Milliseconds are medians with
 the smallest and the largest in brackets; both sides run in this one process, on float32 predictions (as the heads give
 them) under float16 autocast on a GPU. `step` is forward + backward, targets on the device for the reference and on the
-host for the fast losses, whose work on the host is part of it; on a GPU these replay a CUDA graph of their own, and
-`eager` is the step without it. `prepare` is the work on the host alone, `compute` the eager step without that, `graph`
-the replay of a captured `compute`; `assign` is the assignment alone, from prepared candidates on the fast side.
+host for the fast losses, whose work on the host is part of it. `prepare` is that work alone, `compute` the step without
+it, `graph` the replay of a captured `compute`, `torch` the step without kernels of Triton; `assign` is the assignment
+alone, without those kernels too, from prepared candidates on the fast side.
 Kernels, launches (what the host starts: kernels, copies, graphs), waits (synchronisations) and MB (memory beyond what
 was there, the gradient included) are those of one step. The second table compares OTA with the plain loss, both fast.
+
+--captured measures the fast losses alone, as they are part of a captured training step: from the output of a head's
+convolution in float16 and channels-last order to its gradient in the same order. --base FOLDER measures the same in an
+older checkout first, in a process of its own.
 """
 
 import argparse
 import json
+import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from functools import partial
@@ -23,11 +29,10 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, os.environ.get("BENCH_LOSS_ROOT") or str(Path(__file__).resolve().parents[1]))
 
 from tests.loss_cases import model_with_head
 from utils.loss import assigner, batched, batched_assigner, criterion
-from utils.ops.cuda_graph import WARM_UP_CALLS
 
 ANCHORS = ((10, 13, 16, 30, 33, 23), (30, 61, 62, 45, 59, 119), (116, 90, 156, 198, 373, 326))  # pixels
 STRIDES = (8, 16, 32)
@@ -155,6 +160,7 @@ def assigners(model, predictions, targets, size, kind):
     on_device = targets.to(detached[0].device)
     reference = assigner.ota if kind == "ota" else assigner.plain
     fast = KINDS[kind][1](model)
+    fast.use_kernels = False
     (candidates,) = fast.prepare(targets, [p.shape for p in detached], (size, size))
     candidates = candidates.to(on_device.device)
 
@@ -185,8 +191,6 @@ def run(case, kind, device, seconds):
         where = targets.to(device) if side == "reference" else targets
         steps[side] = stepper(loss_class(model), predictions, where, images, device)
     torch.testing.assert_close(steps["fast"]()[0], steps["reference"]()[0], rtol=1e-4, atol=1e-6)
-    for _ in range(WARM_UP_CALLS):
-        steps["fast"]()  # on a GPU the last of them captures
 
     for (side, step), assign in zip(steps.items(), assigners(model, predictions, targets, size, kind), strict=True):
         numbers = {"step": timed(step, device)}
@@ -203,17 +207,74 @@ def run(case, kind, device, seconds):
     row["fast"]["compute"] = timed(compute, device)
     if device.type == "cuda":
         row["fast"]["graph"] = timed(graph_replay(compute), device)
-        fast.graphs.is_off = True
-        eager = stepper(fast, predictions, targets, images, device)
-        row["fast"]["eager"] = timed(eager, device)
+        fast.use_kernels = False
+        row["fast"]["torch"] = timed(stepper(fast, predictions, targets, images, device), device)
     row["speed-up"] = row["reference"]["step"][0] / row["fast"]["step"][0]
     return row
+
+
+CAPTURED = [(64, 14, 80, 320), (384, 14, 80, 320), (32, 14, 80, 640)]
+
+
+def run_captured(case, kind, device, seconds):
+    """Numbers of the fast loss as a part of a captured training step."""
+    batch, _, num_classes, size = case
+    model, predictions, targets = make_case(*case, device)
+    shapes = [prediction.shape for prediction in predictions]
+    outputs = [p.detach().permute(0, 1, 4, 2, 3).reshape(batch, -1, *p.shape[2:4]).half() for p in predictions]
+    outputs = [output.contiguous(memory_format=torch.channels_last).requires_grad_() for output in outputs]
+    compute_loss = KINDS[kind][1](model)
+
+    def prepare():
+        return compute_loss.prepare(targets, shapes, (size, size))
+
+    static = [candidates.to(device) for candidates in prepare()]
+
+    def step():
+        maps = [output.view(batch, 3, 5 + num_classes, *output.shape[2:]).permute(0, 1, 3, 4, 2) for output in outputs]
+        with torch.autocast(device.type, torch.float16, enabled=device.type == "cuda"):
+            total, items = compute_loss.compute(maps, static)
+        gradients = torch.autograd.grad(total * 1024, outputs)
+        return items, [gradient.contiguous(memory_format=torch.channels_last) for gradient in gradients]
+
+    on_host = timed_on_host(prepare, seconds)
+    numbers = {"prepare": on_host, "step": measure(step, device, seconds=seconds)}
+    if device.type == "cuda":
+        replay = graph_replay(step)
+        numbers |= {"graph": measure(replay, device, seconds=seconds), **count(replay), "MB": peak_memory(step)}
+        numbers["by kernel"] = kernel_times(replay)
+    case = dict(zip(COLUMNS, (*case, kind), strict=True))
+    return {"tree": os.environ.get("BENCH_LOSS_ROOT", "this"), **case, "targets": len(targets), **numbers}
+
+
+def timed_on_host(function, seconds):
+    return measure(function, torch.device("cpu"), most=500, seconds=seconds)
+
+
+def kernel_times(function, repetitions=10):
+    """{kernel: milliseconds a call of `function`}, the longest first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(repetitions):
+            function()
+        torch.cuda.synchronize()
+    times = {event.key: event.self_device_time_total / 1e3 / repetitions for event in profile.key_averages()}
+    return dict(sorted(times.items(), key=lambda entry: -entry[1]))
+
+
+def print_captured(device, seconds, out):
+    """A line of json for each case and kind, also into `out`."""
+    for case in CAPTURED:
+        for kind in KINDS:
+            line = json.dumps(run_captured(case, kind, device, seconds))
+            print(line, flush=True)
+            with out.open("a") as file:
+                file.write(line + "\n")
 
 
 COLUMNS = ("batch", "boxes", "classes", "pixels", "loss")
 COUNTS = ("kernels", "launches", "waits", "MB")
 NUMBERS = {"reference": ("step", "assign", *COUNTS),
-           "fast": ("step", "eager", "prepare", "compute", "graph", "assign", *COUNTS)}  # fmt: skip
+           "fast": ("step", "torch", "prepare", "compute", "graph", "assign", *COUNTS)}  # fmt: skip
 
 
 def table(rows):
@@ -272,6 +333,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--short", action="store_true", help="a handful of cases, within two minutes")
+    parser.add_argument("--captured", action="store_true", help="the fast losses as parts of a captured step, as json")
+    parser.add_argument("--base", help="folder of an older checkout to measure first, with --captured")
     parser.add_argument("--seconds", type=float, default=1.0, help="for the repetitions of one number")
     parser.add_argument("--threads", type=int, default=None, help="of the CPU")
     parser.add_argument("--out", default="runs/bench_loss", help="folder of table, json and plot")
@@ -284,6 +347,14 @@ def main():
     title = f"{machine}, torch {torch.__version__}, Python {platform.python_version()}"
     out = Path(opt.out)
     out.mkdir(parents=True, exist_ok=True)
+    if opt.captured:
+        if opt.base:
+            line = [argument for argument in sys.argv if not argument.startswith("--base")]
+            line = [argument for argument in line if argument != opt.base]
+            environment = {**os.environ, "BENCH_LOSS_ROOT": str(Path(opt.base).resolve())}
+            subprocess.run([sys.executable, *line], check=True, env=environment)
+        print_captured(device, opt.seconds, out / "captured.jsonl")
+        return
 
     rows = []
     for case in (SHORT_CPU if is_cpu else SHORT) if opt.short else ALL:

@@ -92,12 +92,25 @@ def augment_a_batch():
         device_augment_triton.augment(pixels, steps, tables, mode, torch.zeros(2, 32, 32, 3, dtype=torch.uint8))
 
 
+def compute_losses():
+    from tests.loss_cases import random_case
+    from utils.loss.batched import BatchedLoss, BatchedLossOTA
+
+    for kind in (BatchedLossOTA, BatchedLoss):
+        case = random_case(10, "ordinary")
+        compute_loss = kind(case.model)
+        compute_loss.use_kernels = True
+        maps = [prediction.detach().half().requires_grad_() for prediction in case.predictions]
+        compute_loss(maps, case.targets, case.images)[0].backward()
+
+
 LAUNCHES = {
     "yolov7-tiny": lambda: train_a_fused_model("yolov7-tiny"),
     **({"yolov7": lambda: train_a_fused_model("yolov7")} if EVERYTHING else {}),
     "pools": pool_and_upsample,
     "stem": rearrange_images,
     "augmentation": augment_a_batch,
+    "losses": compute_losses,
 }
 
 

@@ -77,7 +77,15 @@ def test_golden(name):
     check_golden(name, "cpu")
 
 
+@pytest.fixture(params=["kernels", "torch"])
+def form(request, monkeypatch):
+    """The form of the batched losses on a GPU."""
+    if request.param == "torch":
+        monkeypatch.setattr(BatchedLoss, "has_kernels", lambda self: False)
+
+
 @pytest.mark.gpu
+@pytest.mark.usefixtures("form")
 def test_golden_on_cuda():
     for name in ORDINARY + AUXILIARY:
         check_golden(name, "cuda")
@@ -133,6 +141,7 @@ def test_random_batches(kind):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("precision", [None, torch.float16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_batches_on_cuda(kind, precision):
@@ -158,6 +167,7 @@ def test_low_precision_predictions_under_autocast():
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_low_precision_predictions_under_autocast_on_cuda(dtype):
     for seed in range(4):
@@ -192,6 +202,7 @@ def test_candidates_of_similar_batches_have_equal_sizes_and_replace_each_other()
 def check_compiled(device, backend):
     case = random_case(0, "ordinary", device)
     compute_loss = BatchedLossOTA(case.model)
+    compute_loss.use_kernels = False
     candidate_sets = [candidates.to(case.images.device) for candidates in prepared(compute_loss, case)]
     compiled = torch.compile(compute_loss.compute, backend=backend, fullgraph=True)
     loss, items = compiled(case.predictions, candidate_sets)
@@ -235,6 +246,7 @@ def test_anchors_may_change_in_place():
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("batched", [BatchedLoss, BatchedLossOTA, BatchedLossAuxOTA])
 def test_forward_and_backward_never_wait(batched):
     case = random_case(3, "ordinary", "cuda", auxiliary=True)
@@ -252,6 +264,7 @@ def test_forward_and_backward_never_wait(batched):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("reference, batched", [*PAIRS, AUXILIARY_PAIR])
 def test_cuda_graph(reference, batched):
     case, other = (random_case(3, kind, "cuda", auxiliary=True) for kind in ("ordinary", "empty images"))

@@ -4,7 +4,7 @@ import torch
 
 from tests.loss_cases import as_matches, candidates_of, random_case, rows
 from utils.loss import assigner
-from utils.loss.candidates import Sizes, _round_up, _stable_order, find_candidates
+from utils.loss.candidates import Sizes, _stable_order, find_candidates, round_up
 
 ANCHORS = torch.tensor([[[2.0, 2.0]], [[2.0, 2.0]]])
 SHAPES = [(3, 1, 8, 8, 7), (3, 1, 4, 4, 7)]
@@ -69,8 +69,8 @@ def test_without_targets_all_is_padding():
 @pytest.mark.parametrize(
     "count, rounded", [(0, 64), (1, 64), (65, 128), (512, 512), (513, 640), (1000, 1024), (1025, 1280)]
 )
-def test_round_up(count, rounded):
-    assert _round_up(count) == rounded
+def testround_up(count, rounded):
+    assert round_up(count) == rounded
 
 
 def test_one_buffer_holds_all_parts():

@@ -181,13 +181,18 @@ def _leaves(outputs):
 
 
 def losses_of(model):
-    """(name, batched loss) of those that `model` can be trained with."""
+    """(name, batched loss) of those that `model` can be trained with; without kernels, which nobody compiles again."""
     classes, head = batched.CLASSES, model.model[-1]
     if hasattr(head, "num_heads"):
         kinds = classes.plain, classes.ota
-        return [(f"{kind.__name__}, {head.num_heads} heads", classes.heads(model, kind)) for kind in kinds]
-    kinds = (classes.auxiliary,) if hasattr(head, "m2") else (classes.plain, classes.ota)
-    return [(kind.__name__, kind(model)) for kind in kinds]
+        found = [(f"{kind.__name__}, {head.num_heads} heads", classes.heads(model, kind)) for kind in kinds]
+    else:
+        kinds = (classes.auxiliary,) if hasattr(head, "m2") else (classes.plain, classes.ota)
+        found = [(kind.__name__, kind(model)) for kind in kinds]
+    for _, loss in found:
+        for of_head in getattr(loss, "losses", [loss]):
+            of_head.use_kernels = False
+    return found
 
 
 def _explain(function, arguments):

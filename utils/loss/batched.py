@@ -16,11 +16,14 @@ takes part in every sum, with weight 0 unless it is assigned to a target. So it 
 
 `compute` has three parts: `gather` reads from the predictions what matters, `loss_and_gradients` works out the loss and
 its gradients from that, `attach_gradients` hands these to autograd, whose backward pass only writes them where they
-belong. Called in the ordinary way on a GPU, `loss_and_gradients` is replayed from a CUDA graph of its own (`graphed`).
+belong. On a GPU with Triton `on_gpu` does all of it, from the candidates on, in kernels of our own; `prepare` then
+returns TargetSets instead of CandidateSets, which are used in the same way.
 """
 
 import math
 from collections.abc import Sequence
+from functools import partial
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -32,7 +35,6 @@ from utils.loss.batched_assigner import decode_boxes, gather_rows
 from utils.loss.candidates import CandidateSet, find_candidates
 from utils.loss.criterion import AUXILIARY_WEIGHT, ComputeLoss, LossClasses, smooth_labels
 from utils.loss.gradients import KnownGradients, binary_loss, binary_loss_change, complete_iou
-from utils.loss.graphed import LossGraphs
 from utils.loss.multi_head import HeadsLoss, LossAndItems
 
 
@@ -75,35 +77,43 @@ class BatchedLoss(ComputeLoss):
     def __init__(self, model):
         super().__init__(model)
         self._anchors = None  # (tensor of the head, its version, copy on the host)
-        self.graphs = LossGraphs(self.loss_and_gradients)
+        self.use_kernels: bool | None = None  # of Triton (`on_gpu`); None until `prepare` has looked whether they run
 
     def __call__(self, predictions: Sequence[Tensor], targets: Tensor, images: Tensor | None = None) -> LossAndItems:
         """As ComputeLoss; `targets` on the host save waiting for the device."""
         image_size = None if images is None else tuple(images[0].shape[-2:])
         shapes = [prediction.shape for prediction in predictions[: self.head.nl]]
-        graph = self.graphs.find(predictions, self._settings())
-        candidate_sets = self.prepare(targets, shapes, image_size, at_least=graph and graph.padded.sizes)
+        candidate_sets = self.prepare(targets, shapes, image_size)
         device = predictions[0].device
-        return self.compute(predictions, [candidates.to(device) for candidates in candidate_sets], graph)
+        return self.compute(predictions, [candidates.to(device) for candidates in candidate_sets])
 
     def prepare(
         self, targets: Tensor, shapes: Sequence, image_size: Sequence | None = None, at_least: Sequence | None = None
-    ) -> list[CandidateSet]:
-        """The CandidateSet of each branch of the head, on the host.
+    ) -> list:
+        """The CandidateSet of each branch of the head, on the host; TargetSets where there are kernels.
 
         `shapes` of the lead predictions; `image_size` (height, width) in pixels, for OTA; `at_least` the Sizes of the
-        CandidateSets that one wants to replace.
+        sets that one wants to replace.
         """
         if image_size is None and self.NUM_IOUS is not None:
             raise ValueError(NO_IMAGE_SIZE)
+        find = partial(load_kernels().target_set, balance=self.balance) if self.has_kernels() else find_candidates
         strides = getattr(self.head, "stride", [1] * len(shapes))
         return [
-            find_candidates(
+            find(
                 targets.cpu(), shapes, self._host_anchors(), strides, image_size,
                 anchor_threshold=self.hyp["anchor_t"], reach=reach, at_least=sizes, pinned=self.head.anchors.is_cuda,
             )
             for reach, sizes in zip(self.REACHES, at_least or [None] * len(self.REACHES), strict=True)
         ]  # fmt: skip
+
+    def has_kernels(self):
+        """Whether `on_gpu` does the work: Triton is there and compiles for the device of the head."""
+        if self.use_kernels is None:
+            device = self.head.anchors.device
+            self.use_kernels = device.type == "cuda" and find_spec("triton") is not None
+            self.use_kernels = self.use_kernels and load_kernels().can_run(device)
+        return self.use_kernels
 
     def _host_anchors(self):
         """The head's anchors on the host, copied again only after a change: copying waits for the device."""
@@ -112,25 +122,19 @@ class BatchedLoss(ComputeLoss):
             self._anchors = anchors, anchors._version, anchors.detach().cpu().clone()
         return self._anchors[2]
 
-    def compute(self, predictions: Sequence[Tensor], candidate_sets: list[CandidateSet], graph=None) -> LossAndItems:
-        """Loss [1] and items [4] of `predictions` with `candidate_sets` on their device. Waits for nothing.
-
-        `graph` may replay `loss_and_gradients`.
-        """
+    def compute(self, predictions: Sequence[Tensor], candidate_sets: Sequence) -> LossAndItems:
+        """Loss [1] and items [4] of `predictions` with `candidate_sets` on their device. Waits for nothing."""
         branches = [predictions[: self.head.nl], predictions[self.head.nl :]][: len(candidate_sets)]
+        if not isinstance(candidate_sets[0], CandidateSet):
+            return load_kernels().compute(self, branches, candidate_sets)
         gathered = [gather(branch, c, branches[0]) for branch, c in zip(branches, candidate_sets, strict=True)]
-        return attach_gradients(branches, (graph or self).loss_and_gradients(gathered, candidate_sets))
+        return attach_gradients(branches, self.loss_and_gradients(gathered, candidate_sets))
 
     @torch.no_grad()
     def loss_and_gradients(self, gathered, candidate_sets):
         """The LossAndGradients of each branch of the head from its GatheredPredictions and its CandidateSet."""
         shares = (1.0, AUXILIARY_WEIGHT)[: len(gathered)]
         return [self._of_branch(*branch) for branch in zip(gathered, candidate_sets, shares, strict=True)]
-
-    def _settings(self):
-        """What `loss_and_gradients` depends on apart from its arguments."""
-        names = ("box", "obj", "cls", "cls_pw", "obj_pw", "fl_gamma", "label_smoothing")
-        return self.head.nc, self.gr, *self.balance, *map(self.hyp.get, names)
 
     def _of_branch(self, gathered, candidates, share):
         """The LossAndGradients of one branch of the head, `share` of its loss."""
@@ -264,6 +268,13 @@ class BatchedHeadsLoss(HeadsLoss):
 
 
 CLASSES = LossClasses(BatchedLoss, BatchedLossOTA, BatchedLossAuxOTA, BatchedHeadsLoss)
+
+
+def load_kernels():
+    """The module of the kernels, which needs Triton."""
+    from utils.loss import on_gpu
+
+    return on_gpu
 
 
 @torch.no_grad()

@@ -91,7 +91,7 @@ class Sizes:
     def padded(self):
         """The next sizes up of a coarse scale, with at least one target, candidate and pair of padding."""
         return replace(self, targets=self.targets + 1, candidates=self.candidates + 1,
-                       pairs=self.pairs + 1)._of_each(_round_up)  # fmt: skip
+                       pairs=self.pairs + 1)._of_each(round_up)  # fmt: skip
 
     def or_more(self, other):
         """The larger of each."""
@@ -108,7 +108,7 @@ class Sizes:
         return ints, [self.targets * 4, self.targets * 5, cells * 7]
 
 
-def _round_up(count):
+def round_up(count):
     """The next of 64, 128, 192, ..., 512, 640, 768, ... (eight steps to a doubling): from 512 on at most 25 % more."""
     step = max(SMALLEST, 1 << max(count - 1, 0).bit_length() >> 3)
     return max(-(-count // step), 1) * step

@@ -1,0 +1,362 @@
+"""The batched losses on a GPU with Triton: candidates, assignment, losses and gradients in kernels of our own.
+
+    sets = [target_set(...) for reach in reaches]        # on the host: the targets, sorted by image, and little else
+    loss, items = compute(loss, branches, sets)          # on the device; may be captured in a CUDA graph
+
+It takes the place of `candidates`, `batched_assigner` and `gradients`, which are the same in torch's operations: that
+form runs everywhere, and tests compare both with the reference. Nothing but the number of targets has to be known on
+the host, and a graph has room for a number of targets. Maps are read as the head leaves them, [batch x anchors x ny x
+nx x 5+nc] with the last dimension dense, in channels-last order or not; their gradients are written once, in the same
+type and order.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from utils.loss import assign_kernels, loss_kernels
+from utils.loss.assigner import NEIGHBOUR_STEPS, dynamic_k
+from utils.loss.candidates import SPARE, round_up
+from utils.loss.criterion import AUXILIARY_WEIGHT, smooth_labels
+
+logger = logging.getLogger(__name__)
+
+MOST_LAYERS = 5
+EXACT = {"enable_fp_fusion": False}  # arithmetic operation by operation, as torch's
+
+
+# --- what the device is told -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Room:
+    """For how many targets there is room."""
+
+    targets: int
+
+    @property
+    def work(self):
+        """What to compute with it costs, in pairs of a target and a candidate as `candidates.Sizes` counts it."""
+        return self.targets
+
+    def or_more(self, other):
+        return Room(max(self.targets, other.targets))
+
+    def with_spare(self):
+        """With room for larger batches to come."""
+        return Room(round_up(int(self.targets * SPARE)))
+
+
+class TargetTensors(NamedTuple):
+    """Parts of the buffer; see `assign_kernels`."""
+
+    targets: Tensor  # [t x 6] float32, by image
+    first: Tensor  # [images + 1] int32
+    integers: Tensor  # [layers x 4] int32
+    numbers: Tensor  # [layers x 2 + 2 * anchors] float32
+
+
+@dataclass
+class TargetSet:
+    """The targets of a batch with all that their candidates depend on; made by `target_set`."""
+
+    sizes: Room
+    shapes: tuple  # of the predictions, one for each layer
+    image_size: tuple  # (height, width) in pixels
+    threshold: float  # of the anchors
+    reach: float
+    buffer: Tensor  # int32, with float32 parts
+    tensors: TargetTensors = field(init=False, repr=False)  # views of the buffer
+
+    def __post_init__(self):
+        num_layers, num_anchors = len(self.shapes), self.shapes[0][1]
+        sizes = self.sizes.targets * 6, self.shapes[0][0] + 1, num_layers * 4, num_layers * (2 + 2 * num_anchors)
+        edges = list(accumulate(map(_aligned, sizes), initial=0))
+        parts = [self.buffer[start : start + size] for start, size in zip(edges, sizes, strict=False)]
+        self.tensors = TargetTensors(
+            parts[0].view(torch.float32).view(-1, 6), parts[1], parts[2].view(-1, 4),
+            parts[3].view(torch.float32).view(num_layers, -1),
+        )  # fmt: skip
+
+    @property
+    def slots(self):
+        """How many candidates a target can have."""
+        return len(self.shapes) * len(NEIGHBOUR_STEPS) * self.shapes[0][1]
+
+    def to(self, device):
+        """The same with its buffer on `device`; from pinned memory to a GPU it travels without waiting."""
+        return self if device.type == "cpu" else replace(self, buffer=self.buffer.to(device, non_blocking=True))
+
+    def copy_(self, other):
+        """Take over the values of a TargetSet of equal sizes and shapes, without waiting if those are pinned."""
+        if (self.sizes, self.shapes) != (other.sizes, other.shapes):
+            raise ValueError(f"targets of {self.sizes} and {self.shapes} cannot hold those of {other.sizes}")
+        self.buffer.copy_(other.buffer, non_blocking=True)
+        return self
+
+
+def _aligned(size):
+    """Parts begin at multiples of 16 bytes."""
+    return -(-size // 4) * 4
+
+
+def target_set(
+    targets: Tensor, shapes: Sequence, anchors: Tensor, strides: Tensor | Sequence[float],
+    image_size: Sequence[int] | None, *, balance: Sequence[float], anchor_threshold: float = 4.0, reach: float = 0.5,
+    at_least: Room | None = None, pinned: bool = False,
+) -> TargetSet:  # fmt: skip
+    """The TargetSet, on the host, for `targets` [N x 6: image, class, x, y, w, h normalised] on the host.
+
+    balance  of the layers in the objectness loss; the other arguments are those of `candidates.find_candidates`
+    """
+    shapes, rows = tuple(map(tuple, shapes)), targets.float().numpy()
+    image = rows[:, 0].astype(np.int64)
+    if (np.diff(image) < 0).any():
+        order = image.argsort(kind="stable")
+        rows, image = rows[order], image[order]
+    room = Room(round_up(len(rows)))
+    room = room if at_least is None else room.or_more(at_least)
+    batch, num_anchors = shapes[0][:2]
+    sizes = room.targets * 6, batch + 1, len(shapes) * 4, len(shapes) * (2 + 2 * num_anchors)
+    buffer = torch.zeros(sum(map(_aligned, sizes)), dtype=torch.int32, pin_memory=pinned)
+    made = TargetSet(room, shapes, tuple(image_size or (1, 1)), anchor_threshold, reach, buffer)
+    parts = [part.numpy() for part in made.tensors]  # views, to be written to
+    parts[0][: len(rows)] = rows
+    parts[0][len(rows) :, 0] = -1
+    np.cumsum(np.bincount(image, minlength=batch), out=parts[1][1:])
+    parts[2][:], parts[3][:] = _layer_table(shapes, tuple(anchors.flatten().tolist()),
+                                            tuple(torch.as_tensor(strides).tolist()), tuple(balance))  # fmt: skip
+    return made
+
+
+@lru_cache(maxsize=32)
+def _layer_table(shapes, anchor_sides, strides, balance):
+    """TargetTensors.integers and .numbers."""
+    batch, num_anchors = shapes[0][:2]
+    anchors = np.array(anchor_sides, dtype=np.float32).reshape(len(shapes), -1)
+    sides = [shape[2:4] for shape in shapes]
+    cells = [num_anchors * ny * nx for ny, nx in sides]  # of an image
+    before = np.cumsum([0, *cells[:-1]])
+    integers = np.column_stack((np.array(sides), before, before * batch)).astype(np.int32)
+    weights = np.array(balance) / (batch * np.array(cells))
+    return integers, np.column_stack((np.array(strides), weights, anchors)).astype(np.float32)
+
+
+# --- candidates and assignment ---------------------------------------------------------------------------------------
+
+
+class Slots(NamedTuple):
+    """Candidates or matches, image after image; those of an image lie at the beginning of the room of its targets."""
+
+    cells: Tensor  # [n] int32, counted through the layers of an image
+    targets: Tensor  # [n] int32
+    counts: Tensor  # [images] int32, how many there are
+    per_layer: Tensor  # [layers] int32, in the whole batch
+    room: int  # for each target
+
+
+class Maps(NamedTuple):
+    """The maps of a branch of the head, as kernels take them."""
+
+    tensors: tuple  # one for each layer; all are dense, their last dimension is the innermost
+    channels_last: bool  # anchors inside of cells: rows in the order image, y, x, anchor; else image, anchor, y, x
+
+    @classmethod
+    def of(cls, predictions):
+        """As they are, if all have the same layout and a row's columns side by side; else copied."""
+        for channels_last in (True, False):
+            if all(_rows_first(p, channels_last).is_contiguous() for p in predictions):
+                return cls(tuple(predictions), channels_last)
+        return cls(tuple(p.contiguous() for p in predictions), False)
+
+    @property
+    def addresses(self):
+        """Always as many."""
+        return *self.tensors, *[self.tensors[0]] * (MOST_LAYERS - len(self.tensors))
+
+
+def _rows_first(prediction, channels_last):
+    return prediction.permute(0, 2, 3, 1, 4) if channels_last else prediction
+
+
+def find_candidates(batch: TargetSet) -> Slots:
+    """Every candidate of `batch`, with the target that it lies near."""
+    shapes, tensors = batch.shapes, batch.tensors
+    num_slots = len(tensors.targets) * batch.slots
+    found = _new_slots(batch, num_slots, batch.slots)
+    assign_kernels.candidates_kernel[(shapes[0][0],)](
+        *tensors, found.cells, found.targets, found.counts, found.per_layer, batch.threshold, batch.reach,
+        L=len(shapes), A=shapes[0][1], COUNTED=True, BLOCK=512, num_warps=4, **EXACT,
+    )  # fmt: skip
+    return found
+
+
+def _new_slots(batch, num_slots, room):
+    new, first = batch.buffer.new_empty, batch.tensors.first
+    counts, per_layer = torch.empty_like(first[1:]), batch.buffer.new_zeros(len(batch.shapes))
+    return Slots(new(num_slots), new(num_slots), counts, per_layer, room)
+
+
+def assign(batch: TargetSet, candidates: Slots, maps: Maps, num_ious: int) -> Slots:
+    """The candidates that OTA assigns, each with the target that it is assigned to; `maps` of the lead heads."""
+    (targets, first, *table), shapes = batch.tensors, batch.shapes
+    num_layers, num_anchors, num_classes = len(shapes), shapes[0][1], maps.tensors[0].shape[-1] - 5
+    num_slots, num_targets, room = len(candidates.cells), len(targets), batch.slots
+    height, width = map(float, batch.image_size)
+    boxes, best = targets.new_empty(4, num_slots), targets.new_empty(num_targets, num_ious)
+    log_rests, logits = targets.new_empty(num_slots, num_classes), targets.new_empty(num_slots, num_classes)
+    classes = min(triton.next_power_of_2(num_classes), 128)
+    assign_kernels.predictions_kernel[(triton.cdiv(num_slots, 8),)](
+        targets, first, candidates.counts, *table, candidates.cells, *maps.addresses, boxes, log_rests, logits,
+        num_slots, num_classes, L=num_layers, A=num_anchors, CHANNELS_LAST=maps.channels_last, ROWS=8, CLASSES=classes,
+        num_warps=4, **EXACT,
+    )  # fmt: skip
+    # Summed up by torch, as in the reference: another order might round a cost to another side of its neighbour's.
+    known = targets, first, candidates.counts, boxes
+    costs = log_rests.sum(1), logits
+    assign_kernels.best_overlaps_kernel[(num_targets,)](
+        *known, best, num_slots, width, height, room, NUM_IOUS=num_ious, BLOCK=512, num_warps=2, **EXACT)  # fmt: skip
+    thresholds = torch.empty(num_targets, dtype=torch.long, device=targets.device)
+    assign_kernels.thresholds_kernel[(num_targets,)](
+        *known, *costs, dynamic_k(best), thresholds, num_slots, num_classes, width, height, room,
+        BLOCK=512, num_warps=2, **EXACT,
+    )  # fmt: skip
+    assigned = torch.empty_like(candidates.cells)
+    assign_kernels.assign_kernel[(triton.cdiv(num_slots, 128),)](
+        *known, *costs, thresholds, assigned, num_slots, num_classes, width, height, room,
+        BLOCK=128, num_warps=4, **EXACT,
+    )  # fmt: skip
+    matches = _new_slots(batch, num_targets * num_ious, num_ious)
+    assign_kernels.matches_kernel[(shapes[0][0],)](
+        first, candidates.counts, *table, candidates.cells, assigned, matches.cells, matches.targets, matches.counts,
+        matches.per_layer, room, num_ious, L=num_layers, A=num_anchors, BLOCK=256, num_warps=4,
+    )  # fmt: skip
+    return matches
+
+
+# --- loss and gradients ----------------------------------------------------------------------------------------------
+
+
+class BranchGradients(NamedTuple):
+    """The gradients of the maps of a branch, before they are written into maps."""
+
+    objectness: Tensor  # [cells of all layers, in the order of memory] without any object
+    rows: Tensor  # [matches] int32 of the cells with objects, through all layers; -1 for further matches of a cell
+    values: Tensor  # [matches x columns] in these rows, instead
+
+
+def loss_of_maps(loss, batch: TargetSet, matches: Slots, maps: Maps, share: float):
+    """items [5: box, objectness, class loss, their sum, that times the batch size] and BranchGradients.
+
+    `loss` has the settings; `share` of it is that of these maps.
+    """
+    (targets, first, *table), shapes, hyp = batch.tensors, batch.shapes, loss.hyp
+    num_layers, num_anchors, num_columns = len(shapes), shapes[0][1], maps.tensors[0].shape[-1]
+    num_cells, num_matches, batch_size = sum(map(_num_cells, shapes)), len(matches.cells), shapes[0][0]
+    gains = [share * hyp[gain] for gain in ("box", "obj", "cls")]
+    box_gain, object_gain, class_gain = (gain * batch_size for gain in gains)  # of the gradients
+    positive, negative = (torch.tensor(label, dtype=maps.tensors[0].dtype).item()
+                          for label in smooth_labels(hyp.get("label_smoothing", 0.0)))  # fmt: skip
+    layers = {"L": num_layers, "A": num_anchors, "FOCAL": hyp["fl_gamma"] > 0}
+    new = targets.new_empty
+
+    programs = triton.cdiv(num_cells, 1024)
+    sums, items = new(programs), new(5)
+    found = BranchGradients(new(num_cells), torch.empty_like(matches.cells), new(num_matches, num_columns))
+    loss_kernels.objectness_kernel[(programs,)](
+        *table, *maps.addresses, found.objectness, sums, num_cells, num_columns, object_gain,
+        float(hyp["obj_pw"]), float(hyp["fl_gamma"]), **layers, BLOCK=1024, num_warps=4,
+    )  # fmt: skip
+    terms = new(3, len(targets))
+    loss_kernels.matches_loss_kernel[(len(targets),)](
+        targets, first, matches.counts, matches.per_layer, *table, matches.cells, matches.targets, *maps.addresses,
+        terms, found.rows, found.values, num_columns - 5, matches.room, box_gain, object_gain, class_gain,
+        positive, negative, float(hyp["obj_pw"]), float(hyp["cls_pw"]), float(hyp["fl_gamma"]), float(loss.gr),
+        **layers, CHANNELS_LAST=maps.channels_last, CLASSES=triton.next_power_of_2(num_columns - 5), BLOCK=128,
+        num_warps=1 if num_columns <= 256 else 4,
+    )  # fmt: skip
+    loss_kernels.items_kernel[(1,)](
+        terms.sum(1), sums, items, programs, *gains, float(batch_size), BLOCK=1024, num_warps=4)  # fmt: skip
+    return items, found
+
+
+def _num_cells(shape):
+    batch, num_anchors, ny, nx = shape[:4]
+    return batch * num_anchors * ny * nx
+
+
+class WrittenGradients(torch.autograd.Function):
+    """(items, batch, matches, BranchGradients, channels_last, *maps) -> the loss [1], whose gradients are known.
+
+    They are as large as the maps, so they are written once, when they are asked for: scaled, in their type and layout.
+    """
+
+    @staticmethod
+    def forward(ctx, items, batch, matches, found, channels_last, *tensors):
+        ctx.known = batch, matches, found
+        ctx.layouts = [(t.shape, t.stride(), t.dtype) for t in tensors], channels_last
+        return items[4:].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, scale):
+        batch, matches, found = ctx.known
+        tensors, scale = batch.tensors, scale.contiguous()
+        layouts, channels_last = ctx.layouts
+        results = Maps(tuple(torch.empty_strided(*size, dtype=dtype, device=scale.device) for *size, dtype in layouts),
+                       channels_last)  # fmt: skip
+        num_columns = results.tensors[0].shape[-1]
+        start = 0
+        for result in results.tensors:
+            size, num_cells = result.numel(), result.numel() // num_columns
+            loss_kernels.dense_kernel[(triton.cdiv(size, 4096),)](
+                found.objectness[start : start + num_cells], scale, result, size, COLUMNS=num_columns, BLOCK=4096,
+                num_warps=4,
+            )  # fmt: skip
+            start += num_cells
+        loss_kernels.rows_kernel[(len(tensors.targets),)](
+            tensors.targets, tensors.first, matches.counts, tensors.integers, found.rows, found.values, scale,
+            *results.addresses, num_columns, matches.room, L=len(results.tensors),
+            COLUMNS=triton.next_power_of_2(num_columns), num_warps=1,
+        )  # fmt: skip
+        return None, None, None, None, None, *results.tensors
+
+
+def compute(loss, branches, batches: Sequence[TargetSet]):
+    """Loss [1] and items [4] over all branches of the head; `loss` is one of `batched`."""
+    total = None
+    maps = [Maps.of(predictions) for predictions in branches]
+    for own, batch, share in zip(maps, batches, (1.0, AUXILIARY_WEIGHT), strict=False):
+        with torch.no_grad(), torch.autocast(batch.buffer.device.type, enabled=False):
+            matches = find_candidates(batch)
+            if loss.NUM_IOUS is not None:
+                matches = assign(batch, matches, maps[0], loss.NUM_IOUS)
+            items, found = loss_of_maps(loss, batch, matches, own, share)
+        value = WrittenGradients.apply(items, batch, matches, found, own.channels_last, *own.tensors)
+        total = (value, items[:4]) if total is None else (total[0] + value, total[1] + items[:4])
+    return total
+
+
+# --- whether it runs here --------------------------------------------------------------------------------------------
+
+
+@cache
+def can_run(device):
+    """Whether Triton compiles for `device`; if not, the reason is logged once."""
+    try:
+        nothing = target_set(torch.zeros(0, 6), [(1, 1, 1, 1, 6)], torch.ones(1, 1, 2), [1.0], None, balance=[1.0])
+        find_candidates(nothing.to(device)).counts.cpu()
+    except Exception as error:  # compilers fail in any way; the other form needs none
+        reason = " ".join(str(error).split())[:200]
+        logger.warning("--fast-loss: Triton does not work here (%s), so the loss takes more kernels of torch", reason)
+        return False
+    return True
