@@ -34,6 +34,7 @@ from utils.loggers.results import open_report
 from utils.loss.multi_head import has_several_heads
 from utils.metrics.detection import fitness
 from utils.metrics.multi_head import heads_of, score_heads
+from utils.plots.run import wait_for_background
 from utils.run import auto_batch, entry, fast_paths
 from utils.run.context import Run
 from utils.run.evolve import evolve
@@ -73,7 +74,6 @@ def train(given):
     opt, device, ranks = run.options, run.device, run.ranks
     distributed.init_seeds(2 + ranks.rank)
     paths = fast_paths.choose(opt, device)
-
     model, stored = build_model(run)
     freeze_layers(model, opt.freeze)
     trainer, progress = open_trainer(run, model, stored)
@@ -104,6 +104,7 @@ def train(given):
     paths.compile(called, report.exclude)
     trainer.start(called, loss_of_epoch(progress.start_epoch), loss_factor, progress.start_epoch, num_warmup,
                   paths.forward(called))  # fmt: skip
+    paths.ahead(steps, (min(opt.batch_size, len(loaders.dataset)), 3, loaders.image_size, loaders.image_size))
     validate = partial(validate_ema, run, paths, trainer.ema, loaders.val, validation_loss)
 
     started = time.monotonic()
@@ -135,6 +136,7 @@ def finish_run(run, loaders, report, checkpoints):
     for path in checkpoints.written() if run.data.is_coco and run.data.nc == 80 else ():
         score_checkpoint(path, run.data, run.options, loaders.val.dataset.img_size, iou_thres=0.7)
     checkpoints.strip(rebuild)
+    wait_for_background()
 
 
 def train_one_epoch(epoch, num_batches, batches, steps, report):
@@ -166,7 +168,7 @@ def finish_epoch(epoch, rates, opt, trainer, progress, validate, report, checkpo
     is_best = is_tested and score_now >= progress.best_fitness
     progress.best_fitness = max(progress.best_fitness, score_now)
     progress.best_epoch = epoch if is_best else progress.best_epoch
-    content = partial(resume.checkpoint, trainer, epoch, progress, report.results_text(), opt)
+    content = partial(resume.checkpoint, trainer, epoch, progress, report.results_text(), opt, checkpoints.copies)
     checkpoints.after_epoch(content, epoch, is_best)
     if early_stopping.is_due(progress.best_epoch, progress.tested_epoch, opt.patience) and not is_last:
         validate(True)  # this was the last epoch after all: its plots
@@ -176,7 +178,7 @@ def validate_ema(run, paths, ema, loader, compute_loss, is_last):
     """Score the moving average (in half precision on a GPU); returns results, AP of classes, HeadScores."""
     opt, names = run.options, run.data.names
     is_drawn = is_last and not opt.evolve
-    evaluation = paths.together(partial(evaluate, plot_dir=opt.save_dir) if is_drawn else paths.evaluate)(
+    evaluation = paths.together(partial(paths.drawn(evaluate), plot_dir=opt.save_dir) if is_drawn else paths.evaluate)(
         ema.ema_for_evaluation(half=run.device.type == "cuda"), loader, run.data.nc, names, single_cls=opt.single_cls,
         compute_loss=compute_loss, v5_metric=opt.v5_metric,
     )  # fmt: skip

@@ -257,3 +257,27 @@ def test_strict_data_minds_equal_names(tmp_path):
     check_labels(scanned, data)
     with pytest.raises(ValueError, match="--strict-data: the data yaml: 'car' is the name of the classes 0 and 2"):
         check_labels(scanned, data, strict=True)
+
+
+def test_processes_find_what_threads_find(tmp_path, monkeypatch):
+    folder = golden_data.copy_dataset(tmp_path)
+    threads = scan_dataset(folder / "all.txt")
+    for path in folder.rglob("*.cache"):
+        path.unlink()
+    pids, verify = tmp_path / "pids", scan.verify_image
+
+    def noted(path):
+        with pids.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        return verify(path)
+
+    monkeypatch.setattr(scan, "MANY_IMAGES", 1)
+    monkeypatch.setattr(scan, "verify_image", noted)
+    processes = scan_dataset(folder / "all.txt")
+    assert str(os.getpid()) not in pids.read_text().split()
+    assert processes.img_files == threads.img_files and processes.findings == threads.findings
+    assert processes.counts == threads.counts and np.array_equal(processes.shapes, threads.shapes)
+    for ours, theirs in zip(processes.labels, threads.labels, strict=True):
+        assert np.array_equal(ours, theirs)
+    for ours, theirs in zip(processes.segments, threads.segments, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))

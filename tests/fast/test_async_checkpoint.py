@@ -12,9 +12,9 @@ from tests import small_run
 from tests.engine.test_trainer import new_trainer, run
 from utils.config.options import train_parser
 from utils.engine import checkpoint
-from utils.engine.checkpoint import Checkpoints
+from utils.engine.checkpoint import NEW_COPIES, Checkpoints
 from utils.engine.checkpoint_reader import read_checkpoint
-from utils.fast.async_checkpoint import BackgroundCheckpoints, snapshot
+from utils.fast.async_checkpoint import BackgroundCheckpoints, HostCopies, snapshot
 from utils.loggers.results import RunReport
 from utils.run import fast_paths
 
@@ -71,6 +71,30 @@ def test_same_files_as_without_the_thread(tmp_path):
     assert_same(plain["optimizer"], thread["optimizer"])
     assert_same(plain["model"].state_dict(), thread["model"].state_dict())
     assert_same(plain["ema"].state_dict(), thread["ema"].state_dict())
+
+
+def test_copies_in_the_same_memory_are_those_that_are_made_anew(tmp_path):
+    trainer, copies = new_trainer(), HostCopies()
+    trainer.model.to(memory_format=torch.channels_last)
+    seen = []
+    for names in (["a", "b"], ["c", "d"]):
+        run(trainer, 2)
+        trainer.model.names = names
+        new, ours = (trainer.checkpoint(0, 0.5, "", kind) for kind in (NEW_COPIES, copies))
+        new["state"], ours["state"] = (kind.state(trainer.model) for kind in (NEW_COPIES, copies))
+        copies.fetch()
+        wanted = deepcopy(new)
+        run(trainer, 1)  # goes on before the copies are filled
+        copies.fill()
+        assert_same(ours["optimizer"], wanted["optimizer"])
+        assert_same(ours["state"], wanted["state"])
+        for key in ("model", "ema"):
+            assert_same(ours[key].state_dict(), wanted[key].state_dict())
+            assert all(value.is_contiguous() for value in ours[key].state_dict().values())
+            assert all(p.dtype is torch.float16 for p in ours[key].parameters())
+        assert ours["model"].names == names and ours["model"].training == wanted["model"].training
+        seen.append([ours["model"], ours["ema"], *ours["state"].values()])
+    assert all(first is second for first, second in zip(*seen, strict=True))
 
 
 def wait_for(path):

@@ -13,6 +13,7 @@ import torch
 from tests import parity
 from utils.loggers import results as report_module
 from utils.loggers.results import NullReport, RunReport
+from utils.plots.run import wait_for_background
 
 NAMES = ["circle", "square"]
 RATES = (0.01, 0.01, 0.1)
@@ -167,6 +168,7 @@ def test_images_of_a_run(tmp_path):
     report.labels([torch.tensor([(0, 0.5, 0.5, 0.2, 0.2)]).numpy()])
     one_epoch(report, 0, losses=[(0.1, 0.2, 0.3, 0.6)] * 11, num_labels=0)
     report.finish()
+    wait_for_background()
     previews = {f"train_batch{number}.jpg" for number in range(10)}
     assert {path.name for path in tmp_path.iterdir()} == {
         "results.txt", "results.csv", "results.png", "labels.jpg", *previews
@@ -192,6 +194,7 @@ def test_tensorboard_has_the_tags_of_stock(tmp_path):
     report.labels([torch.zeros(2, 5).numpy()])
     one_epoch(report, 0, results=(0.5, 0.25, 0.125, 0.1, 1, 2, 3))
     report.finish()
+    wait_for_background()
     events = accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
     ours = ("speed/", "hparam/")

@@ -1,7 +1,9 @@
 """Plots: what is drawn where, that inputs stay as they were, and that odd inputs give a plot or a sentence."""
 
+import os
 import sys
 import threading
+import time
 import warnings
 
 import numpy as np
@@ -236,3 +238,18 @@ def test_background_error_is_logged_and_the_next_plot_drawn(caplog):
     run.wait_for_background()
     assert seen == [1]
     assert "plot_images failed" in caplog.text and "nothing.jpg" in caplog.text
+
+
+def test_figures_are_drawn_by_other_processes(tmp_path):
+    def draw(path, seconds):
+        time.sleep(seconds)
+        path.write_text(f"{os.getpid()} {slow.exists()}")
+
+    slow, figures = tmp_path / "slow", [tmp_path / "a", tmp_path / "b"]
+    run.in_background(draw, slow, 0.2)
+    for figure in figures:
+        run.in_process(draw, figure, 0)
+    run.in_process(lambda: 1 // 0)  # costs nothing but itself
+    run.wait_for_background()
+    pids, known = zip(*(path.read_text().split() for path in figures), strict=True)
+    assert len({str(os.getpid()), *pids}) == 3 and known == ("True", "True")  # the thread was done before

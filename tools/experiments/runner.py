@@ -21,7 +21,7 @@ import yaml
 
 from utils.config.data_yaml import read_yaml
 from utils.loggers.monitor import ResourceMonitor, Usage, gpu_name
-from utils.system.distributed import PARENT
+from utils.system.children import PARENT
 from utils.system.files import PROJECT_ROOT
 from utils.system.folder_lock import check_free
 

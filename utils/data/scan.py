@@ -2,11 +2,13 @@
 
 import logging
 import os
+import threading
 import warnings
 from collections import Counter, defaultdict
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import repeat
-from multiprocessing.pool import ThreadPool
+from multiprocessing import get_all_start_methods, get_context
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +31,7 @@ from utils.data.label_rows import (
     parse_label_text,
 )  # fmt: skip
 from utils.ops.polygons import Polygons
+from utils.system.children import enter_child
 from utils.system.files import printable, read_text, split_lines
 
 logger = logging.getLogger(__name__)
@@ -39,7 +42,8 @@ LABEL_ELSEWHERE = "label file elsewhere, image is background"
 LABEL_SHARED = "label file shared"
 DROPS = (IMAGE_DROPPED, ROW_DROPPED, LINE_IGNORED, FILE_IGNORED, LABEL_ELSEWHERE, LABEL_SHARED)
 FOUND, MISSING, EMPTY, DROPPED = "found", "missing", "empty", "dropped"
-THREADS = min(8, os.cpu_count() or 1)
+THREADS, PROCESSES = min(8, os.cpu_count() or 1), min(32, os.cpu_count() or 1)
+MANY_IMAGES = 512
 
 
 @dataclass
@@ -134,10 +138,10 @@ def _label_file_notes(img_files, label_files, labels):
 def _scan(img_files, label_files, title, forms, row_forms):
     """The fields of ScannedDataset, by looking at every file."""
     records, status = [], Counter()
-    with ThreadPool(THREADS) as pool, warnings.catch_warnings():
+    with _pool(len(img_files)) as pool, warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="PIL")  # what is wrong with an image is reported below
         files = zip(img_files, label_files, repeat(forms))
-        bar = tqdm(pool.imap(_scan_one, files, chunksize=16), desc=title, total=len(img_files))
+        bar = tqdm(pool.map(_scan_one, files, chunksize=16), desc=title, total=len(img_files))
         for record in bar:
             records.append(record)
             status[record.status] += 1
@@ -157,6 +161,14 @@ def _scan(img_files, label_files, title, forms, row_forms):
         "findings": findings,
         "row_forms": told,
     }
+
+
+def _pool(num_images):
+    """Who scans: threads, or processes where there are many images, because most of the work is Python's own."""
+    if num_images < MANY_IMAGES or "fork" not in get_all_start_methods():
+        return ThreadPoolExecutor(THREADS)
+    parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
+    return ProcessPoolExecutor(PROCESSES, get_context("fork"), enter_child, (parent,))
 
 
 def _judge_rows(records, label_files, row_forms):

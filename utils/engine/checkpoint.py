@@ -4,6 +4,7 @@ Files have stock YOLOv7's layout, a pickled `models.yolo.Model` inside a dict, s
 read by checkpoint_reader.py.
 """
 
+import filecmp
 import logging
 import shutil
 from collections.abc import Callable
@@ -32,22 +33,41 @@ def save(content: Any, path: str | Path) -> None:
             raise
 
 
-def training_checkpoint(epoch, best_fitness, training_results, model, ema, optimizer, scaler):
+class NewCopies:
+    """Copies of a model for a checkpoint, made anew for each: nothing that the training changes later is in it."""
+
+    def half_model(self, model):
+        """The model in stock's form."""
+        return in_stock_order(model).half()
+
+    def state(self, model):
+        """Its state dict, in full precision."""
+        return {name: value.detach().clone() for name, value in unwrap(model).state_dict().items()}
+
+    def values(self, state):
+        """The state dict of an optimiser."""
+        return state
+
+
+NEW_COPIES = NewCopies()
+
+
+def training_checkpoint(epoch, best_fitness, training_results, model, ema, optimizer, scaler, copies=NEW_COPIES):
     """The dict of a checkpoint in stock's layout (models in half precision), plus the loss scaler's state."""
     return {
         "epoch": epoch,
         "best_fitness": best_fitness,
         "training_results": training_results,
-        "model": _in_stock_order(model).half(),
-        "ema": _in_stock_order(ema.ema).half(),
+        "model": copies.half_model(model),
+        "ema": copies.half_model(ema.ema),
         "updates": ema.updates,
-        "optimizer": optimizer.state_dict(),
+        "optimizer": copies.values(optimizer.state_dict()),
         "scaler": scaler.state_dict(),
         "wandb_id": None,
     }
 
 
-def _in_stock_order(model):
+def in_stock_order(model):
     """A copy with contiguous weights, whatever order they are trained in: tools that fuse layers rely on it."""
     return deepcopy(unwrap(model)).to(memory_format=torch.contiguous_format)
 
@@ -55,8 +75,11 @@ def _in_stock_order(model):
 class Checkpoints:
     """Decides after each epoch which files of weights/ are written.
 
-    With a `period` every so many epochs are kept for good, beside those that stock keeps.
+    With a `period` every so many epochs are kept for good, beside those that stock keeps. `copies` makes the copies of
+    models for the content that is written.
     """
+
+    copies = NEW_COPIES
 
     def __init__(self, folder, epochs, save_every_epoch=True, period=0):
         self.folder, self.epochs, self.save_every_epoch, self.period = Path(folder), epochs, save_every_epoch, period
@@ -65,7 +88,7 @@ class Checkpoints:
 
     def initial(self, model: nn.Module) -> None:
         """init.pt, the bare model before the first step."""
-        save(_in_stock_order(model), self.folder / "init.pt")
+        save(in_stock_order(model), self.folder / "init.pt")
 
     def after_epoch(self, make_content: Callable[[], dict], epoch: int, is_best: bool) -> None:
         """Write last.pt, and before it the files that this epoch deserves; `is_best` only for a validated epoch.
@@ -106,17 +129,25 @@ class Checkpoints:
 
         `rebuild` makes a Model of a StoredModel.
         """
-        for path in reversed(self.written()):  # last.pt at the end: until it is stripped, --resume knows what is left
-            checkpoint = read_checkpoint(path)
+        paths = self.written()
+        are_same = len(paths) == 2 and filecmp.cmp(
+            self.last, self.best, shallow=False
+        )  # the last epoch was the best one
+        for path in reversed(paths):  # last.pt at the end: until it is stripped, --resume knows what is left
+            if not (are_same and path == self.last):
+                checkpoint = read_checkpoint(path)
+                content = _inference_content(rebuild(checkpoint.for_inference()), checkpoint)
             if path == self.last and checkpoint.optimizer is not None:  # not when a kill came between the two files
                 with replacement(full_state_path(path)) as copy:
                     shutil.copyfile(path, copy)
-            save(_inference_content(rebuild(checkpoint.for_inference()), checkpoint), path)
+            save(content, path)
             logger.info("Optimizer stripped from %s, %.1fMB", path, path.stat().st_size / 1e6)
 
 
 class NoCheckpoints:
     """The checkpoints of a process, or of a search, that saves nothing."""
+
+    copies = NEW_COPIES
 
     def _nothing(self, *_):
         """Writes no file."""

@@ -97,8 +97,8 @@ def evaluate(
     if summary.problem and matrices:  # not what was gathered elsewhere
         logger.warning("Validation: %s", summary.problem)
     if plot_dir:
-        plots.plot_curves(summary.curves, plot_dir, names)
-        plots.plot_confusion_matrix(confusion.matrix, names, plot_dir)
+        plots.in_process(plots.plot_curves, summary.curves, plot_dir, names)
+        plots.in_process(plots.plot_confusion_matrix, confusion.matrix, names, plot_dir)
     return Evaluation(summary, mean_losses(losses), (*times, sum(times)))
 
 

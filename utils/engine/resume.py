@@ -13,6 +13,7 @@ import numpy as np
 
 from utils.config.flags import TRAIN_FLAGS
 from utils.config.options import plain_values
+from utils.engine.checkpoint import NEW_COPIES
 from utils.system import random_state
 from utils.system.distributed import gather_everywhere, unwrap
 from utils.system.files import counted
@@ -27,12 +28,12 @@ KINDS = {
 PLAIN = (str, int, float, list, dict, type(None))
 
 
-def checkpoint(trainer, epoch, progress, results_text, opt):
+def checkpoint(trainer, epoch, progress, results_text, opt, copies=NEW_COPIES):
     """The content of a checkpoint after `epoch`: stock's, and under KEY all that it lacks."""
-    content = trainer.checkpoint(epoch, progress.best_fitness, results_text)
+    content = trainer.checkpoint(epoch, progress.best_fitness, results_text, copies)
     content[KEY] = {
-        "model": _copied(unwrap(trainer.model)),
-        "ema": _copied(trainer.ema.ema),
+        "model": copies.state(trainer.model),
+        "ema": copies.state(trainer.ema.ema),
         "scheduler": {"last_epoch": trainer.scheduler.last_epoch},
         "accumulate": trainer.accumulate,
         "results": [float(value) for value in progress.results],
@@ -45,10 +46,6 @@ def checkpoint(trainer, epoch, progress, results_text, opt):
         "hyp": dict(trainer.hyp),
     }
     return content
-
-
-def _copied(model):
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 def of(stored):

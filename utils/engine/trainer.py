@@ -10,7 +10,7 @@ from torch import nn
 
 from utils.engine import optimizer as optim
 from utils.engine.batches import Batch
-from utils.engine.checkpoint import training_checkpoint
+from utils.engine.checkpoint import NEW_COPIES, training_checkpoint
 from utils.engine.checkpoint_reader import same_layout, transfer
 
 logger = logging.getLogger(__name__)
@@ -200,9 +200,11 @@ class Trainer:
         self.scheduler.step()
         return rates
 
-    def checkpoint(self, epoch, best_fitness, results_text):
+    def checkpoint(self, epoch, best_fitness, results_text, copies=NEW_COPIES):
         """The content of a checkpoint after `epoch`."""
-        return training_checkpoint(epoch, best_fitness, results_text, self.model, self.ema, self.optimizer, self.scaler)
+        return training_checkpoint(
+            epoch, best_fitness, results_text, self.model, self.ema, self.optimizer, self.scaler, copies
+        )
 
 
 def precision_of(name, device_type):

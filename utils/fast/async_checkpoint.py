@@ -1,12 +1,14 @@
 """Checkpoints written beside the training: a snapshot at once, the files by a thread."""
 
 import logging
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import nn
 
-from utils.engine.checkpoint import Checkpoints
+from utils.engine.checkpoint import Checkpoints, in_stock_order, save
+from utils.system.distributed import unwrap
 from utils.system.files import cause_of, printable
 
 logger = logging.getLogger(__name__)
@@ -24,16 +26,22 @@ class BackgroundCheckpoints(Checkpoints):
         super().__init__(folder, epochs, save_every_epoch, period)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._pending = None
+        self.copies = HostCopies()
+
+    def initial(self, model):
+        self._pending = self._writer.submit(save, snapshot(in_stock_order(model)), self.folder / "init.pt")
 
     def after_epoch(self, make_content, epoch, is_best):
         self.wait()
         super().after_epoch(make_content, epoch, is_best)
 
     def write(self, content, paths):
-        self._pending = self._writer.submit(self._write_all, snapshot(content), paths)
+        self.copies.fetch()
+        self._pending = self._writer.submit(self._write_all, snapshot(content, self.copies.owned), paths)
 
     def _write_all(self, content, paths):
         try:
+            self.copies.fill()
             super().write(content, paths)
         except Exception as error:  # raised again by `wait`
             logger.warning("%s could not be written: %s", " or ".join(map(printable, paths)), cause_of(error))
@@ -50,12 +58,85 @@ class BackgroundCheckpoints(Checkpoints):
         return super().written()
 
 
-def snapshot(content):
+class HostCopies:
+    """NewCopies in host memory that each checkpoint uses again, filled in two steps.
+
+    `fetch` takes what the device holds, as one piece for each type of number; that is all that the device is needed
+    for. `fill` gives each copy its part; until then copies have any content.
+    """
+
+    def __init__(self):
+        self.models, self.kept, self.pieces, self.taken, self.owned = {}, {}, {}, {}, set()
+        self.wanted = []  # (source, copy)
+
+    def half_model(self, model):
+        model = unwrap(model)
+        if id(model) not in self.models:
+            self.models[id(model)] = copy = snapshot(in_stock_order(model).half())
+            self.owned.add(id(copy))
+        copy = self.models[id(model)]
+        for name, value in vars(model).items():  # names, hyp and the like may have changed since
+            if not name.startswith("_"):
+                setattr(copy, name, snapshot(value))
+        for parts in ("parameters", "buffers"):
+            self.wanted += zip(getattr(model, parts)(), getattr(copy, parts)(), strict=True)
+        return copy
+
+    def state(self, model):
+        state = unwrap(model).state_dict()
+        return {name: self._copy((id(model), name), value) for name, value in state.items()}
+
+    def values(self, state, key=()):
+        if isinstance(state, torch.Tensor):
+            return self._copy(key, state)
+        if isinstance(state, dict):
+            return {name: self.values(value, (*key, name)) for name, value in state.items()}
+        return state
+
+    def _copy(self, key, source):
+        copy = self.kept.get(key)
+        if copy is None or (copy.shape, copy.dtype, copy.stride()) != (source.shape, source.dtype, source.stride()):
+            copy = self.kept[key] = torch.empty_like(source, device="cpu")
+        self.owned.add(id(copy))
+        self.wanted.append((source, copy))
+        return copy
+
+    @torch.no_grad()
+    def fetch(self):
+        """Take all that is wanted, each tensor once; it may change afterwards."""
+        sources = {_place(source): source.detach() for source, _ in self.wanted}
+        kinds = defaultdict(list)
+        for place, source in sources.items():
+            kinds[source.dtype, source.device].append((place, source))
+        self.taken = {}
+        for kind, members in kinds.items():
+            found = torch.cat([source.reshape(-1) for _, source in members])
+            if kind not in self.pieces or len(self.pieces[kind]) != len(found):
+                self.pieces[kind] = torch.empty(len(found), dtype=found.dtype, pin_memory=found.is_cuda)
+            parts = self.pieces[kind].copy_(found).split([source.numel() for _, source in members])
+            self.taken |= {place: part for (place, _), part in zip(members, parts, strict=True)}
+
+    @torch.no_grad()
+    def fill(self):
+        """Write what was taken into the copies."""
+        for source, copy in self.wanted:
+            copy.copy_(self.taken[_place(source)].view(source.shape))
+        self.wanted = []
+
+
+def _place(tensor):
+    """What tells one tensor from another, however many objects stand for it."""
+    return tensor.data_ptr(), tensor.numel(), tensor.dtype
+
+
+def snapshot(content, owned=()):
     """A copy of `content`, nested dicts and lists, that shares no tensor with it and lies in host memory.
 
     Modules are moved instead of copied: whoever makes a checkpoint puts copies of the models into it. The thread then
-    never calls the device, which may be recording a CUDA graph.
+    never calls the device, which may be recording a CUDA graph. What has its id in `owned` is such a copy already.
     """
+    if id(content) in owned:
+        return content
     if isinstance(content, torch.Tensor):
         return content.detach().to("cpu", copy=True)
     if isinstance(content, nn.Module):
@@ -65,8 +146,8 @@ def snapshot(content):
                 setattr(layer, name, value.cpu())
         return content.cpu()
     if isinstance(content, dict):
-        return {key: snapshot(value) for key, value in content.items()}
+        return {key: snapshot(value, owned) for key, value in content.items()}
     if isinstance(content, list | tuple):
-        copies = [snapshot(value) for value in content]
+        copies = [snapshot(value, owned) for value in content]
         return type(content)(*copies) if hasattr(content, "_fields") else type(content)(copies)
     return content

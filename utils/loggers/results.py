@@ -19,7 +19,7 @@ from utils.loggers.tensorboard import NullLogger, open_tensorboard, tag_form
 from utils.metrics.multi_head import HeadScore
 from utils.metrics.names import class_names
 from utils.plots.images import plot_images
-from utils.plots.run import in_background, plot_labels, plot_results, wait_for_background
+from utils.plots.run import in_background, in_process, plot_labels, plot_results
 from utils.system.distributed import Ranks
 from utils.system.files import atomic_write
 
@@ -194,10 +194,9 @@ class RunReport:
     # ---- after the last epoch
 
     def finish(self) -> None:
-        """Draw results.png, wait until every image is written, close the event file."""
+        """Let results.png be drawn, for which `wait_for_background` waits, and close the event file."""
         if self.draws_images:
-            plot_results(self.save_dir)
-        wait_for_background()
+            in_process(plot_results, self.save_dir)  # after all images, which the event file shows, are written
         self.tensorboard.finish(self.last_scores)
 
     # ---- details

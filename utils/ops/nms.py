@@ -3,6 +3,9 @@
 import functools
 import logging
 import time
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
@@ -68,15 +71,26 @@ def _score(rows, conf_thres, multi_label):
 
 def _suppress(candidates, iou_thres, agnostic):
     """The at most `MAX_DETECTIONS` rows of `candidates` [n x 6] that no better one overlaps beyond `iou_thres`."""
-    from torchvision.ops import nms  # takes a second to import, which `train.py --help` should not wait for
-
     if len(candidates) > MAX_CANDIDATES:
         candidates = candidates[candidates[:, 4].argsort(descending=True, stable=True)[:MAX_CANDIDATES]]
     boxes_xyxy = candidates[:, :4]
     if not agnostic:
         # stock behaviour: a fixed offset, so on inputs above 4096 pixels neighbouring classes can meet
         boxes_xyxy = boxes_xyxy + candidates[:, 5:6] * CLASS_OFFSET
-    return candidates[nms(boxes_xyxy, candidates[:, 4], iou_thres)[:MAX_DETECTIONS]]
+    return candidates[_operator()(boxes_xyxy, candidates[:, 4], iou_thres)[:MAX_DETECTIONS]]
+
+
+@functools.cache
+def _operator():
+    """torchvision's nms. Its library is loaded alone if it can be: all of the package takes seconds to import."""
+    spec = find_spec("torchvision")
+    for path in sorted(Path(spec.origin).parent.glob("_C*")) if spec and spec.origin else ():
+        with suppress(OSError, AttributeError):
+            torch.ops.load_library(str(path))
+            return torch.ops.torchvision.nms
+    from torchvision.ops import nms
+
+    return nms
 
 
 @functools.cache

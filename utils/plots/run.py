@@ -7,6 +7,8 @@ generator.
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing import get_all_start_methods, get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
@@ -42,27 +44,45 @@ TEST_COLUMNS = slice(8, 15)  # precision, recall, mAP@.5, mAP@.5:.95, val box, o
 
 _POOL = ThreadPoolExecutor(max_workers=1, thread_name_prefix="plots")
 _PENDING: list[Future] = []
+_PROCESSES: list[BaseProcess] = []
 
 
 def in_background(function: Callable, *args, **kwargs) -> None:
     """Run `function(...)` in the one drawing thread; the interpreter waits for it at exit. Errors are logged."""
-
-    def guarded():
-        try:
-            function(*args, **kwargs)
-        except OSError as error:
-            logger.warning("a plot is missing: %s", cause_of(error, with_file=True))
-        except Exception:  # a plot that fails must not end a training run
-            logger.exception("%s failed; the run goes on without this plot", getattr(function, "__name__", function))
-
     _PENDING[:] = [task for task in _PENDING if not task.done()]
-    _PENDING.append(_POOL.submit(guarded))
+    _PENDING.append(_POOL.submit(_guarded, function, *args, **kwargs))
+
+
+def in_process(function: Callable, *args) -> None:
+    """As `in_background`, in a process of its own: figures take seconds of Python, which a thread takes from the run.
+
+    The drawing thread must be done with what it has: whatever lock it holds would stay locked in the new process.
+    """
+    while _PENDING:
+        _PENDING.pop().result()
+    if "fork" not in get_all_start_methods():
+        _guarded(function, *args)
+        return
+    process = get_context("fork").Process(target=_guarded, args=(function, *args), name="figure")
+    process.start()
+    _PROCESSES.append(process)
 
 
 def wait_for_background() -> None:
-    """Return when every plot handed to `in_background` is written."""
+    """Return when every plot handed to `in_background` or `in_process` is written."""
     while _PENDING:
         _PENDING.pop().result()
+    while _PROCESSES:
+        _PROCESSES.pop().join()
+
+
+def _guarded(function, *args, **kwargs):
+    try:
+        function(*args, **kwargs)
+    except OSError as error:
+        logger.warning("a plot is missing: %s", cause_of(error, with_file=True))
+    except Exception:  # a plot that fails must not end a training run
+        logger.exception("%s failed; the run goes on without this plot", getattr(function, "__name__", function))
 
 
 def _class_label(names, index):

@@ -1,6 +1,8 @@
 """How train.py and test.py start: log format, and errors of the user as one line instead of a traceback."""
 
+import atexit
 import errno
+import gc
 import logging
 import os
 import sys
@@ -11,7 +13,8 @@ from functools import partialmethod
 
 from tqdm import tqdm
 
-from utils.system.distributed import end_with_starter, lost_process
+from utils.system.children import end_with_starter
+from utils.system.distributed import lost_process
 from utils.system.files import printable
 from utils.system.streams import LastingStream, keep_streams
 
@@ -20,6 +23,7 @@ OWN_NEWS = ("utils.data.fast.shm_batches", "utils.fast.graph_step", "utils.fast.
 # Errors of torch that are no bugs, by their first words: what can be done about them.
 MACHINE_FAULTS = {
     "DataLoader timed out": "; is /dev/shm too small (start the container with a larger --shm-size), or a disk gone?",
+    "A process in the process pool": "; if memory ran out, other programs have to end first",
     "DataLoader worker": "; if memory or /dev/shm ran out, fewer --workers or a smaller --batch-size need less",
 }
 GPU_FAULTS = ("unspecified launch failure", "uncorrectable ECC", "unknown error", "GPU is lost")
@@ -57,6 +61,7 @@ def run(main: Callable[[Namespace], None], opt: Namespace) -> None:
     """
     end_with_starter()
     keep_streams()
+    atexit.register(gc.freeze)  # or Python would look through a million objects for cycles, for a second, as it ends
     rank, local_rank = (_number_in(name) for name in ("RANK", "LOCAL_RANK"))
     set_logging(rank, local_rank)
     if rank > 0:  # the bars of rank 0 stand for all

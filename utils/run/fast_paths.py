@@ -38,6 +38,10 @@ def stays_eager(model: nn.Module, on_compiled: Callable) -> None:
     """The reference of `compile`."""
 
 
+def starts_at_once(steps: Any, shape: tuple) -> None:
+    """The reference of `ahead`: the first step makes what it needs."""
+
+
 @dataclass(frozen=True)
 class Paths:
     """One implementation for each seam; without flags it is this very object: REFERENCE."""
@@ -49,7 +53,9 @@ class Paths:
     data_parallel: Callable = distributed.data_parallel  # (model, device, ranks, devices, sync_bn) -> model
     compile: Callable[[nn.Module, Callable], None] = stays_eager  # (model, what is told the seconds it took); in place
     steps: Callable[[Trainer], Any] = itself  # trainer -> what makes its steps, by the methods of Trainer
+    ahead: Callable[[Any, tuple], None] = starts_at_once  # (steps, image shape) -> what the first step would wait for
     evaluate: Callable = evaluate  # scores the epochs before the last, which are not drawn
+    drawn: Callable[[Callable], Callable] = itself  # `evaluate` -> what scores the last epoch, which is drawn
     together: Callable = itself  # (what evaluates) -> the same, called by all processes, each with its share of images
     checkpoints: Callable[..., Checkpoints] = Checkpoints  # (folder, epochs, save_every_epoch, period)
 
@@ -84,7 +90,7 @@ def table(opt: Namespace, device: torch.device) -> tuple[FastPath, ...]:
     several = step if getattr(opt, "world_size", 1) > 1 else None
     return (
         FastPath("loader", describe(loader), " ".join(filter(None, (asked(opt, name) for name in LOADER_FLAGS))), None,
-                 lambda _: loader),
+                 lambda _: asking_ahead(loader, opt, device)),
         FastPath("losses", "whole batch at once (loss/batched.py)", loss, None,
                  lambda losses: partial(losses, classes=load("utils.loss.batched:CLASSES"))),
         FastPath("losses", f"plain, OTA in the last {opt.ota_last} epochs", asked(opt, "ota_last"), None,
@@ -105,8 +111,12 @@ def table(opt: Namespace, device: torch.device) -> tuple[FastPath, ...]:
         FastPath("steps", "captured in a CUDA graph", graph, why_no_graph(opt, device),
                  lambda _: partial(load("utils.fast.graph_step:GraphSteps"), **step_options(opt)),
                  is_loud=opt.cuda_graph),
+        FastPath("ahead", "kernels compiled in threads", step, None,
+                 lambda _: load("utils.fast.start:prepare")(why_not_ahead(opt, compiling) is None)),
         FastPath("evaluate", "on the device, in batches (fast/validation.py)", validation, None,
                  lambda _: load("utils.fast.validation:FastValidation")()),
+        FastPath("drawn", "without cuDNN's search", validation if on_gpu else None, None,
+                 lambda _: load("utils.fast.validation:without_search")()),
         FastPath("together", "each process validates its share", validation if is_several else None, None,
                  lambda _: load("utils.fast.shared_validation:shared")),
         FastPath("checkpoints", "written by a thread", step, None,
@@ -228,6 +238,11 @@ def _not_bare(opt):
             "several GPUs in one process": "," in str(opt.device) and not several}  # fmt: skip
 
 
+def why_not_ahead(opt: Namespace, compiling: str | None) -> str | None:
+    """What keeps the first step from being prepared: its shape or its form is not known before."""
+    return asked(opt, "multi_scale", "rect", "quad") or compiling or _first(_not_bare(opt))
+
+
 def _first(obstacles):
     return next((reason for reason, is_true in obstacles.items() if is_true), None)
 
@@ -258,6 +273,13 @@ def loader_options(opt: Namespace, device: torch.device) -> dict[str, Any]:
     if options["worker_tensor"] and wanted_for_a_step(opt, "fast_step") and has_triton(device):
         options["defer_steps"] = True
     return options | {"timeout": opt.loader_timeout, "seed": opt.seed}
+
+
+def asking_ahead(loader: dict[str, Any], opt: Namespace, device: torch.device) -> dict[str, Any]:
+    """`loader`; what it will ask the GPU about its last steps is asked now, while model and data are prepared."""
+    if loader.get("defer_steps") and not asked(opt, "rect", "quad", "overfit"):
+        load("utils.data.fast.device_augment:ask_ahead")(opt.img_size[0], device)
+    return loader
 
 
 def describe(loader: dict[str, Any]) -> str:

@@ -1,12 +1,9 @@
 """Devices, processes and seeds."""
 
-import ctypes
 import logging
 import os
 import random
 import shutil
-import signal
-import sys
 import time
 import warnings
 from contextlib import contextmanager, suppress
@@ -24,7 +21,6 @@ RESUME_ADVICE = "; train.py --resume goes on after the last complete epoch"
 # What errors of gloo and NCCL say when another process has gone, or when they cannot reach it.
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "NCCL error",
         "NCCL communicator was aborted", "failed to recv", "Socket Timeout")  # fmt: skip
-PARENT = "YOLOV7FAST_PARENT"  # variable: the process that started this one, and wants it to end with itself
 
 
 @dataclass(frozen=True)
@@ -108,29 +104,6 @@ def exchange_advice(device: torch.device) -> str:
     with suppress(OSError):
         advice += f" (it has {shutil.disk_usage('/dev/shm').total / 2**20:,.0f} MB)"
     return advice + ", NCCL_SOCKET_IFNAME=NAME names the network interface, NCCL_DEBUG=INFO tells more"
-
-
-def end_with(parent, number=signal.SIGTERM):
-    """On Linux, let the kernel send this process the signal `number` when the process `parent`, which made it, ends.
-
-    To the kernel the parent is the thread that started this process; the signal comes when that thread ends.
-    """
-    if sys.platform == "linux":
-        set_death_signal = 1  # PR_SET_PDEATHSIG
-        ctypes.CDLL(None).prctl(set_death_signal, number)
-        if os.getppid() != parent:  # it was gone before
-            os._exit(1)
-
-
-def end_with_starter():
-    """Let this process end with the tool or torchrun that waits for it, also when that is killed; call it at the start.
-
-    A run from a shell goes on without it, as with nohup.
-    """
-    if parent := os.environ.pop(PARENT, ""):  # not for processes that this one starts
-        end_with(int(parent))
-    elif "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with(os.getppid())
 
 
 @contextmanager

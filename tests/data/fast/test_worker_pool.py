@@ -253,7 +253,7 @@ import sys, time
 from tests.data.fast.test_worker_pool import Answers
 from utils.data.fast import worker_pool
 if sys.argv[1] == "pipes alone":
-    worker_pool.end_with = lambda *_: None
+    worker_pool.enter_child = lambda parent: None
 pools = [worker_pool.WorkerPool(Answers(), 2, timeout=30) for _ in range(2)]
 for pool in pools:
     for number in range(2):

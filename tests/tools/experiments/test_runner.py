@@ -14,7 +14,7 @@ import pytest
 from tests import small_run
 from tools.experiments import runner
 from tools.experiments.runner import MAP50, FinishedRun, run_training
-from utils.system.distributed import PARENT
+from utils.system.children import PARENT
 
 CFG = "--cfg cfg/training/yolov7-tiny.yaml"  # not read by the fake training, but the tools look for it
 FAKE = [sys.executable, str(Path(__file__).resolve().parents[2] / "fake_train.py")]

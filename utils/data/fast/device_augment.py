@@ -7,6 +7,7 @@ The way to HSV is integer arithmetic; the way back is looked up in a table that 
 import logging
 from functools import lru_cache
 from importlib.util import find_spec
+from threading import Lock, Thread
 from typing import NamedTuple
 
 import cv2
@@ -31,6 +32,7 @@ from utils.data.pixel_ops import apply_tables
 logger = logging.getLogger(__name__)
 
 HUES = 180
+_ASKING = Lock()
 
 
 class DeferredBatch(NamedTuple):
@@ -99,9 +101,26 @@ def agrees_with_table(width):
     return np.array_equal(cv2.cvtColor(hsv, cv2.COLOR_HSV2RGB).reshape(-1, 3), repeated[:, 0])
 
 
-@lru_cache(maxsize=8)
+def ask_ahead(size, device):
+    """Let a thread find out what `gpu_agrees` will be asked about `size` pixels: kernels have to be compiled."""
+
+    def ask():
+        if torch.cuda.is_available():
+            torch.cuda.set_device(device)  # a thread begins with the first one
+        if agrees_with_table(size):
+            gpu_agrees(size, rounding_mode(size) is not None)
+
+    Thread(target=ask, name="asking the GPU", daemon=True).start()
+
+
 def gpu_agrees(size, with_affine):
     """Whether the GPU, if there is one, augments synthetic images of `size` x `size` pixels as the host does."""
+    with _ASKING:
+        return _gpu_agrees(size, with_affine)
+
+
+@lru_cache(maxsize=8)
+def _gpu_agrees(size, with_affine):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not has_triton(device):
         return True

@@ -62,19 +62,18 @@ def build_loader(dataset: LoadImagesAndLabels, batch_size: int, workers: int, op
         source.share_indices()
     if not options.worker_tensor:
         return _torch_loader(source, batches, batch_size, workers, options, image_weights, collate_fn, collate_fn4)
-    generator = torch.get_rng_state()
-    loader = _shared_memory_loader(source, batches, batch_size, workers, options, image_weights, collate_fn4)
-    has_affine = loader.ring.num_step_bytes > STEPS
-    if not loader.ring.num_step_bytes or gpu_agrees(dataset.img_size, has_affine):  # asked while the workers work
-        return loader
-    loader.close()
-    del loader  # or the workers of the next one would keep its slots
-    torch.set_rng_state(generator)
-    less = replace(options, defer_affine=False, defer_steps=has_affine)
-    return build_loader(
-        dataset, batch_size, workers, less, rank=rank, world_size=world_size, image_weights=image_weights,
-        collate_fn=collate_fn, collate_fn4=collate_fn4,
-    )  # fmt: skip
+    options = _agreed(options, dataset, collate_fn4)
+    return _shared_memory_loader(source, batches, batch_size, workers, options, image_weights, collate_fn4)
+
+
+def _agreed(options, dataset, collate_group):
+    """`options` without the steps that this GPU would make otherwise than the host."""
+    while num_bytes := deferred_bytes(dataset, collate_group, options.defer_affine) if options.defer_steps else 0:
+        has_affine = num_bytes > STEPS
+        if gpu_agrees(dataset.img_size, has_affine):
+            break
+        options = replace(options, defer_affine=False, defer_steps=has_affine)
+    return options
 
 
 def _shared_memory_loader(source, batches, batch_size, workers, options, image_weights, collate_fn4):

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from utils.data.worker_errors import LoaderError, about, describe
-from utils.system.distributed import end_with
+from utils.system.children import enter_child
 from utils.system.memory import shared_array
 
 logger = logging.getLogger(__name__)
@@ -165,11 +165,7 @@ def _work(job, doing, reader, lock, writer, inherited, parent, seed):
     # First of all: as long as one worker holds the main process's ends, no other sees that the main process is gone.
     for end in inherited:
         end.close()
-    if parent is not None:  # where this worker would not notice: a second line
-        end_with(parent, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's business; it ends the workers
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    enter_child(parent)  # where the pipes fail, this ends it with the main process
     # The workers share the cores already; threads of each would only get in their way.
     torch.set_num_threads(1)
     cv2.setNumThreads(0)

@@ -1,0 +1,237 @@
+"""Where the seconds of a short run go: from the command to the first step, and from the last step to the prompt.
+
+    python tests/profile_start.py                        # tiny, 320 px, batch 384, 2 epochs of 4 steps
+    python tests/profile_start.py --batch 4 --images 16 --device cpu --variants "off, --fast"
+
+Each variant runs twice, as processes of their own: cold (no label cache, an empty TRITON_CACHE_DIR) and warm. A row is
+a phase: when it began, in seconds since the command, and how long it took; what lies inside another is indented. The
+first steps are waited for, so that each shows its own work.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from functools import wraps
+from pathlib import Path
+from pkgutil import resolve_name
+
+ROOT = Path(__file__).parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+SEAMS = (  # phases in the main process; those that this version or this run does not have are left out
+    "train:prepare_train_options", "train:load_hyp", "train:load_data_yaml", "utils.system.distributed:select_device",
+    "utils.run.fast_paths:choose", "train:build_model", "train:open_trainer", "train:open_loaders",
+    "utils.data.dataset:scan_dataset", "utils.data.dataset:use_memory_cache", "utils.data.dataset:use_disk_cache",
+    "utils.data.image_list:find_images", "utils.data.label_cache:signature", "train:open_records",
+    "utils.loggers.results:open_tensorboard", "utils.loggers.results:RunReport.labels", "train:check_anchors",
+    "train:prepare_model", "utils.engine.checkpoint:Checkpoints.initial", "train:finish_epoch", "train:validate_ema",
+    "utils.engine.checkpoint:Checkpoints.after_epoch", "utils.engine.checkpoint:Checkpoints.strip",
+    "utils.loggers.results:RunReport.finish", "utils.loggers.tensorboard:TensorBoardLogger.finish",
+    "utils.loggers.results:plot_results", "utils.loggers.results:wait_for_background",
+    "utils.engine.trainer:Trainer.step",
+)  # fmt: skip
+FAST_SEAMS = (
+    "utils.data.fast.loader:agrees_with_table", "utils.data.fast.loader:gpu_agrees",
+    "utils.data.fast.worker_pool:WorkerPool.__init__", "utils.data.fast.shm_batches:BatchRing.__init__",
+    "utils.fast.train_step:FastSteps.__init__", "utils.fast.train_step:FastSteps.step",
+    "utils.fast.graph_step:GraphSteps.record", "models.fused:fused_model",
+    "utils.fast.async_checkpoint:BackgroundCheckpoints.wait", "utils.fast.async_checkpoint:snapshot",
+    "utils.fast.start:compile_ahead",
+)  # fmt: skip
+WAITED = 6  # steps
+
+
+class Phases:
+    """Spans [name, begin, end, depth] of the main thread; times in seconds since the command."""
+
+    def __init__(self, began):
+        self.began, self.spans, self.depth, self.counts = began, [], 0, Counter()
+
+    def now(self):
+        return time.time() - self.began
+
+    def add(self, name, begin):
+        self.spans.append([name, begin, self.now(), self.depth])
+
+    def around(self, function, name):
+        """`function`, whose calls are phases."""
+        is_step = name.endswith(".step")
+
+        @wraps(function)
+        def timed(*args, **kwargs):
+            self.counts[name] += 1
+            if is_step and self.counts[name] > WAITED:
+                return function(*args, **kwargs)
+            span = [f"{name} {self.counts[name]}" if is_step else name, self.now(), None, self.depth]
+            self.spans.append(span)
+            self.depth += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                if is_step:
+                    wait_for_device()
+                self.depth -= 1
+                span[2] = self.now()
+
+        return timed
+
+
+class Sampler:
+    """What every thread is doing, 100 times a second: samples [time, {thread: [frame, the outermost first]}]."""
+
+    def __init__(self, now):
+        self.now, self.samples, self.stopped = now, [], threading.Event()
+        self.thread = threading.Thread(target=self.run, name="sampler", daemon=True)
+        self.thread.start()
+
+    def stop(self):
+        """A thread that is still at work when Python ends can make the end fail."""
+        self.stopped.set()
+        self.thread.join()
+        return self.samples
+
+    def run(self):
+        me = threading.get_ident()
+        while not self.stopped.wait(0.01):
+            names = {thread.ident: thread.name for thread in threading.enumerate()}
+            frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != me}
+            stacks = {f"{names.get(ident)} {ident}": stack_of(frame) for ident, frame in frames.items()}
+            self.samples.append([self.now(), stacks])
+
+
+def stack_of(frame):
+    stack = []
+    while frame:
+        code = frame.f_code
+        stack.append(f"{'/'.join(Path(code.co_filename).parts[-2:])}:{frame.f_lineno}:{code.co_name}")
+        frame = frame.f_back
+    return stack[::-1]
+
+
+def wait_for_device():
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def child(options):
+    """The run itself; writes its phases to options.child."""
+    phases = Phases(float(os.environ["YOLOV7FAST_BEGAN"]))
+    phases.add("Python", 0.0)
+    sampler = Sampler(phases.now) if options.samples else None
+    begin = phases.now()
+    import torch  # noqa: F401
+
+    phases.add("import torch", begin)
+    begin = phases.now()
+    import train
+
+    phases.add("import train", begin)
+    is_fast = any(word.startswith("--fast") for word in options.line)
+    for seam in (*SEAMS, *FAST_SEAMS * is_fast):
+        patch(seam, phases)
+    begin = phases.now()
+    main = train.main
+
+    def watched(opt):
+        try:
+            main(opt)
+        finally:
+            phases.add("main", begin)
+            Path(options.child).write_text(json.dumps({"spans": phases.spans, "samples": sampler and sampler.stop()}))
+
+    train.entry.run(watched, train.train_parser().parse_args(options.line))
+
+
+def patch(seam, phases):
+    """Let the function `seam` mark its calls, if it is there."""
+    module, path = seam.split(":")
+    *owner, name = path.split(".")
+    try:
+        place = resolve_name(f"{module}:{'.'.join(owner)}" if owner else module)
+        function = vars(place)[name]
+    except (ImportError, AttributeError, KeyError):
+        return
+    setattr(place, name, phases.around(function, path))
+
+
+def measure(options, data, flags, cache, name):
+    """The spans of one run, and [name, begin, end, depth] of its end; None if it failed."""
+    out = Path(options.folder) / f"{name}.json"
+    out.unlink(missing_ok=True)
+    line = ["--data", str(data), "--cfg", options.cfg, "--hyp", options.hyp, "--img", str(options.img), "--batch-size",
+            str(options.batch), "--epochs", str(options.epochs), "--workers", str(options.workers), "--device",
+            options.device, "--project", str(Path(options.folder) / "runs"), "--notest", "--cache-images",
+            *flags]  # fmt: skip
+    began = time.time()
+    command = [sys.executable, __file__, "--child", str(out), *["--samples"] * options.samples, "--", *line]
+    environment = os.environ | {"YOLOV7FAST_BEGAN": str(began), "TRITON_CACHE_DIR": str(cache)}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=options.timeout)
+    end = time.time() - began
+    if result.returncode or not out.exists():
+        print((result.stdout + result.stderr)[-3000:], flush=True)
+        return None
+    out.with_suffix(".log").write_text(result.stdout + result.stderr)
+    spans = json.loads(out.read_text())["spans"]
+    return [*spans, ["exit", spans[-1][2], end, 0]]
+
+
+def table(spans):
+    rows = sorted(spans, key=lambda span: (span[1], span[3]))
+    lines = [f"{begin:8.2f} {end - begin:8.2f}  {'  ' * depth}{name}" for name, begin, end, depth in rows
+             if name != "main" and (end - begin >= 0.02 or ".step" in name)]  # fmt: skip
+    first = next((end for name, _, end, _ in rows if name.endswith(".step 1")), 0.0)
+    return "\n".join(["   begin  seconds", *lines, f"first step done {first:.2f}, all {rows[-1][2]:.2f}"])
+
+
+def main():
+    options = parse()
+    if options.child:
+        child(options)
+        return
+    from tests.profile_training_loop import write_data
+
+    with tempfile.TemporaryDirectory() as folder:
+        options.folder = options.folder or folder
+        data = write_data(Path(options.folder) / f"data{options.images}", options.images)
+        for number, variant in enumerate(options.variants.split(",")):
+            flags = [] if variant.strip() == "off" else variant.split()
+            cache = Path(options.folder) / f"triton{number}"
+            for kind in options.kinds.split(","):
+                if kind == "cold":
+                    for path in Path(options.folder).rglob("*.cache*"):
+                        path.unlink()
+                    subprocess.run(["rm", "-rf", str(cache)], check=True)
+                spans = measure(options, data, flags, cache, f"{number}{kind}")
+                print(f"{variant.strip()}, {kind}\n{table(spans) if spans else 'failed'}\n", flush=True)
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cfg", default=str(ROOT / "cfg/training/yolov7-tiny.yaml"))
+    parser.add_argument("--hyp", default=str(ROOT / "data/hyp.scratch.tiny.yaml"))
+    parser.add_argument("--img", type=int, default=320)
+    parser.add_argument("--batch", type=int, default=384)
+    parser.add_argument("--images", type=int, default=1536)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--device", default="")
+    parser.add_argument("--variants", default="--fast,off", help="lists of flags, with commas between them")
+    parser.add_argument("--kinds", default="cold,warm")
+    parser.add_argument("--samples", action="store_true", help="keep what every thread did, in FOLDER/NAME.json")
+    parser.add_argument("--folder", default="", help="for data and runs; by default one that is removed")
+    parser.add_argument("--timeout", type=int, default=300, help="seconds for one run")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("line", nargs="*", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""A training run that starts sooner: what its first step would wait for is made ahead of it, or left out (--fast-step).
+
+torch's compiler    is not imported only because an optimiser is made
+cuDNN's search      tries few kernels for each convolution, those that its heuristics name first
+Triton's kernels    are compiled and loaded in threads, all at once, instead of one after the other
+"""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from utils.system.files import counted
+
+logger = logging.getLogger(__name__)
+
+THREADS = min(16, os.cpu_count() or 1)
+
+
+def prepare(is_ahead: bool) -> Callable:
+    """Settle what holds for the whole process; returns a function of the steps and their image shape: `compile_ahead`.
+
+    Without `is_ahead` that function does nothing: the first step is not known before.
+    """
+    _leave_out_compiler()
+    return compile_ahead if is_ahead else _nothing_ahead
+
+
+def _nothing_ahead(steps, shape):
+    """The first step makes what it needs."""
+
+
+def _leave_out_compiler():
+    """Let methods of an optimiser run as they are.
+
+    torch hides them from torch.compile by a wrapper, which imports the whole compiler when it is first called. It takes
+    seconds, and no step is compiled here.
+    """
+    if "torch._dynamo" in sys.modules:
+        return
+    for method in vars(torch.optim.Optimizer).values():
+        inner = getattr(method, "__wrapped__", None)
+        if inner is not None:
+            inner.__dynamo_disable = inner  # where the wrapper looks for what it made
+
+
+def compile_ahead(steps: Any, shape: Sequence[int]) -> None:
+    """Make what the first step on images of `shape` [b x 3 x h x w] needs on a GPU: kernels, and cuDNN's choices.
+
+    The memory that it takes is left to the stream of `steps` (FastSteps).
+    """
+    trainer, began = steps.trainer, time.monotonic()
+    device = next(trainer.model.parameters()).device
+    if device.type != "cuda":
+        return
+    logger.info("Preparing the kernels for images %s ...", " x ".join(map(str, shape)))
+    with getattr(steps, "on_stream", nullcontext)(), compiled_in_threads(device) as kernels:
+        dry_pass(trainer.network, torch.zeros(shape, device=device), trainer.autocast)
+    torch.cuda.synchronize(device)
+    logger.info("%s ready after %.1f s", counted(len(kernels), "kernel of Triton", "kernels of Triton"),
+                time.monotonic() - began)  # fmt: skip
+
+
+def dry_pass(network: torch.nn.Module, images: torch.Tensor, autocast: Callable) -> None:
+    """One pass forward, under `autocast()`, and backward, that leaves gradients and running statistics as they were.
+
+    Without the loss: it would take its indices from kernels that are compiled meanwhile, and have not run.
+    """
+    was_training, buffers, parameters = network.training, list(network.buffers()), list(network.parameters())
+    kept, gradients = [buffer.clone() for buffer in buffers], [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    network.train()
+    with autocast():
+        outputs = list(_tensors(network(images.contiguous(memory_format=torch.channels_last))))
+    sum(output.float().mean() for output in outputs).backward()  # torch imports much when it is given gradients
+    network.train(was_training)
+    for buffer, before in zip(buffers, kept, strict=True):
+        buffer.copy_(before)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+
+
+def _tensors(output):
+    """The tensors in nested lists and tuples that belong to an autograd graph."""
+    if isinstance(output, torch.Tensor):
+        if output.requires_grad:
+            yield output
+        return
+    for part in output:
+        yield from _tensors(part)
+
+
+@contextmanager
+def compiled_in_threads(device: torch.device) -> Iterator[list[Future]]:
+    """While this lasts, calls of Triton kernels only order their compilation, from threads; the end waits for all.
+
+    Nothing is launched, so results have the right shapes and any content. Yields the list of what was ordered. A kernel
+    that fails says so where it is used. Where Triton is missing, or is older than 3.5, nothing is different.
+    """
+    try:
+        from triton.runtime._async_compile import AsyncCompileMode, active_mode
+        from triton.runtime.jit import JITFunction
+    except ImportError:
+        yield []
+        return
+
+    run = JITFunction.run
+
+    def order(kernel, *args, grid, warmup, **options):
+        token = active_mode.set(mode)  # here, because autograd has threads of its own
+        try:
+            return run(kernel, *args, grid=grid, warmup=True, **options)
+        finally:
+            active_mode.reset(token)
+
+    with (
+        ThreadPoolExecutor(THREADS, "compiling", _enter, (device,)) as pool,
+        AsyncCompileMode(_Loading(pool), ignore_errors=True) as mode,
+    ):
+        JITFunction.run = order
+        try:
+            yield mode.raw_futures
+        finally:
+            JITFunction.run = run
+
+
+def _enter(device):
+    """A thread begins with the first GPU, or without any."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+class _Loading(Executor):
+    """Compiles kernels in a pool, and loads them there as well, which may compile a launcher."""
+
+    def __init__(self, pool):
+        self.pool = pool
+
+    def submit(self, compile_kernel):
+        return self.pool.submit(self._loaded, compile_kernel)
+
+    @staticmethod
+    def _loaded(compile_kernel):
+        kernel = compile_kernel()
+        kernel.run  # noqa: B018, it loads what it is asked for
+        return kernel
