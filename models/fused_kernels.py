@@ -1,20 +1,26 @@
-"""Batch norm with its activation, and 2x2 max pooling, for training on a GPU: kernels (Triton) and gradients.
+"""Kernels (Triton) of batch norm with its activation and of sums with one, for training on a GPU.
 
 A convolution in half precision is followed by batch norm and an activation, which together read or write each element
 five times forward and eight times backward, and wait for memory all the while. Here it is three times (statistics;
 result) and five times (sums; gradient).
 
 Maps are [pixels x channels], the channels of a pixel side by side (channels-last); pixels may lie further apart than
-their channels, as in a slice of a concatenation, so that no slice is copied. Arithmetic is in float32, each number is
-rounded once, sums have a fixed order: the same input gives the same output.
+their channels, as in a slice of a concatenation. So a result is written to where it is needed, even twice, and a
+gradient is read in its pieces (1 to 3 maps whose sum it is), and no slice is copied. Arithmetic is in float32, each
+number is rounded once, sums have a fixed order: the same input gives the same output.
 """
+
+from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 IDENTITY, LEAKY_RELU, SILU = range(3)
-TILE = 4096  # elements that a program holds at a time
+# What was fastest of several on an H200. Elements that a program holds at a time:
+TILE = 2048
+SUM_TILE = 4096  # of sums over pixels
 MAX_PARTIAL_SUMS = 512  # programs that share the pixels of a statistic
 
 
@@ -101,8 +107,35 @@ def _statistics_kernel(partial, running_mean, running_var, weight, bias, saved, 
 
 
 @triton.jit
-def _apply_kernel(x, saved, y, num_pixels, num_channels, x_stride, slope,
-                  KIND: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
+def _load(x, pixel, channel, inside, stride):
+    """[pixels x channels] float32, 0 outside."""
+    return tl.load(x + pixel[:, None] * stride + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_sum(first, second, third, pixel, channel, inside, first_stride, second_stride, third_stride,
+              PIECES: tl.constexpr):  # fmt: skip
+    """The sum of the first PIECES maps."""
+    value = _load(first, pixel, channel, inside, first_stride)
+    if PIECES > 1:
+        value += _load(second, pixel, channel, inside, second_stride)
+    if PIECES > 2:
+        value += _load(third, pixel, channel, inside, third_stride)
+    return value
+
+
+@triton.jit
+def _store(value, y, copy, pixel, channel, inside, y_stride, copy_stride, PLACES: tl.constexpr):
+    """To y, and to `copy` if there are two PLACES."""
+    value = value.to(y.dtype.element_ty)
+    tl.store(y + pixel[:, None] * y_stride + channel[None, :], value, mask=inside)
+    if PLACES > 1:
+        tl.store(copy + pixel[:, None] * copy_stride + channel[None, :], value, mask=inside)
+
+
+@triton.jit
+def _apply_kernel(x, saved, y, copy, num_pixels, num_channels, x_stride, y_stride, copy_stride, slope,
+                  KIND: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
     """y = activation(x * scale + shift)."""
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     exists = channel < num_channels
@@ -110,58 +143,61 @@ def _apply_kernel(x, saved, y, num_pixels, num_channels, x_stride, slope,
     inside = (pixel < num_pixels)[:, None] & exists[None, :]
     scale = tl.load(saved + 2 * num_channels + channel, mask=exists, other=0.0)
     shift = tl.load(saved + 3 * num_channels + channel, mask=exists, other=0.0)
-    value = tl.load(x + pixel[:, None] * x_stride + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+    value = _load(x, pixel, channel, inside, x_stride)
     value = _activation(value * scale[None, :] + shift[None, :], slope, KIND)
-    tl.store(y + pixel[:, None] * num_channels + channel[None, :], value.to(y.dtype.element_ty), mask=inside)
+    _store(value, y, copy, pixel, channel, inside, y_stride, copy_stride, PLACES)
 
 
 @triton.jit
-def _gradient_sum_kernel(gradient, x, saved, partial, num_pixels, num_channels, gradient_stride, x_stride, pixels_each,
-                         slope, KIND: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
+def _gradient_sum_kernel(first, second, third, x, saved, partial, num_pixels, num_channels, first_stride, second_stride,
+                         third_stride, x_stride, pixels_each, slope, KIND: tl.constexpr, PIECES: tl.constexpr,
+                         ROWS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
     """partial [programs x 2 x channels]: sums of the gradient before the activation, alone and times normalised x."""
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     exists = channel < num_channels
-    mean = tl.load(saved + channel, mask=exists, other=0.0)[None, :]
-    inverse = tl.load(saved + num_channels + channel, mask=exists, other=0.0)[None, :]
+    mean = tl.load(saved + channel, mask=exists, other=0.0)
+    inverse = tl.load(saved + num_channels + channel, mask=exists, other=0.0)
     scale = tl.load(saved + 2 * num_channels + channel, mask=exists, other=0.0)[None, :]
     shift = tl.load(saved + 3 * num_channels + channel, mask=exists, other=0.0)[None, :]
-    first = tl.zeros((ROWS, CHANNELS), tl.float32)
-    second = tl.zeros((ROWS, CHANNELS), tl.float32)
+    alone = tl.zeros((ROWS, CHANNELS), tl.float32)
+    product = tl.zeros((ROWS, CHANNELS), tl.float32)
     start = tl.program_id(0).to(tl.int64) * pixels_each
     stop = tl.minimum(start + pixels_each, num_pixels)
     for begin in range(start, stop, ROWS):
         pixel = begin + tl.arange(0, ROWS)
         inside = (pixel < stop)[:, None] & exists[None, :]
-        value = tl.load(x + pixel[:, None] * x_stride + channel[None, :], mask=inside, other=0.0).to(tl.float32)
-        change = tl.load(gradient + pixel[:, None] * gradient_stride + channel[None, :], mask=inside, other=0.0)
-        change = change.to(tl.float32) * _slope_of_activation(value * scale + shift, slope, KIND)
-        first += change
-        second += change * (value - mean) * inverse
+        value = _load(x, pixel, channel, inside, x_stride)
+        change = _load_sum(first, second, third, pixel, channel, inside, first_stride, second_stride, third_stride,
+                           PIECES)  # fmt: skip
+        change *= _slope_of_activation(value * scale + shift, slope, KIND)
+        alone += change
+        product += change * (value - mean[None, :])
     here = partial + tl.program_id(0) * 2 * num_channels + channel
-    tl.store(here, tl.sum(first, 0), mask=exists)
-    tl.store(here + num_channels, tl.sum(second, 0), mask=exists)
+    tl.store(here, tl.sum(alone, 0), mask=exists)
+    tl.store(here + num_channels, tl.sum(product, 0) * inverse, mask=exists)
 
 
 @triton.jit
-def _parameter_gradient_kernel(partial, saved, parameters, plane, num_partial, num_pixels, num_channels,
+def _parameter_gradient_kernel(partial, saved, of_weight, of_bias, plane, num_partial, num_pixels, num_channels,
                                PARTS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
-    """parameters [2 x channels]: gradients of weight and bias; plane [2 x channels]: what x and 1 add to that of x."""
+    """of_weight, of_bias [channels]: their gradients; plane [2 x channels]: what x and 1 add to that of x."""
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     exists = channel < num_channels
-    first, second = _add_partial(partial, num_partial, num_channels, channel, exists, PARTS, CHANNELS)
+    alone, product = _add_partial(partial, num_partial, num_channels, channel, exists, PARTS, CHANNELS)
     mean = tl.load(saved + channel, mask=exists, other=0.0)
     inverse = tl.load(saved + num_channels + channel, mask=exists, other=0.0)
     scale = tl.load(saved + 2 * num_channels + channel, mask=exists, other=0.0)
-    tl.store(parameters + channel, second, mask=exists)
-    tl.store(parameters + num_channels + channel, first, mask=exists)
-    of_x = -scale * inverse * second / num_pixels
+    tl.store(of_weight + channel, product, mask=exists)
+    tl.store(of_bias + channel, alone, mask=exists)
+    of_x = -scale * inverse * product / num_pixels
     tl.store(plane + channel, of_x, mask=exists)
-    tl.store(plane + num_channels + channel, -scale * first / num_pixels - mean * of_x, mask=exists)
+    tl.store(plane + num_channels + channel, -scale * alone / num_pixels - mean * of_x, mask=exists)
 
 
 @triton.jit
-def _gradient_kernel(gradient, x, saved, plane, result, num_pixels, num_channels, gradient_stride, x_stride, slope,
-                     KIND: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
+def _gradient_kernel(first, second, third, x, saved, plane, result, num_pixels, num_channels, first_stride,
+                     second_stride, third_stride, x_stride, result_stride, slope, KIND: tl.constexpr,
+                     PIECES: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
     """The gradient of x."""
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     exists = channel < num_channels
@@ -171,11 +207,38 @@ def _gradient_kernel(gradient, x, saved, plane, result, num_pixels, num_channels
     shift = tl.load(saved + 3 * num_channels + channel, mask=exists, other=0.0)[None, :]
     of_x = tl.load(plane + channel, mask=exists, other=0.0)[None, :]
     of_one = tl.load(plane + num_channels + channel, mask=exists, other=0.0)[None, :]
-    value = tl.load(x + pixel[:, None] * x_stride + channel[None, :], mask=inside, other=0.0).to(tl.float32)
-    change = tl.load(gradient + pixel[:, None] * gradient_stride + channel[None, :], mask=inside, other=0.0)
-    change = change.to(tl.float32) * _slope_of_activation(value * scale + shift, slope, KIND)
+    value = _load(x, pixel, channel, inside, x_stride)
+    change = _load_sum(first, second, third, pixel, channel, inside, first_stride, second_stride, third_stride, PIECES)
+    change *= _slope_of_activation(value * scale + shift, slope, KIND)
     value = scale * change + of_x * value + of_one
-    tl.store(result + pixel[:, None] * num_channels + channel[None, :], value.to(result.dtype.element_ty), mask=inside)
+    _store(value, result, result, pixel, channel, inside, result_stride, result_stride, 1)
+
+
+@triton.jit
+def _add_kernel(first, second, third, y, copy, num_pixels, num_channels, first_stride, second_stride, third_stride,
+                y_stride, copy_stride, slope, KIND: tl.constexpr, TERMS: tl.constexpr, PLACES: tl.constexpr,
+                ROWS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
+    """y = activation(sum of the terms)."""
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    pixel = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = (pixel < num_pixels)[:, None] & (channel < num_channels)[None, :]
+    value = _load_sum(first, second, third, pixel, channel, inside, first_stride, second_stride, third_stride, TERMS)
+    _store(_activation(value, slope, KIND), y, copy, pixel, channel, inside, y_stride, copy_stride, PLACES)
+
+
+@triton.jit
+def _add_gradient_kernel(first, second, third, one, two, three, result, num_pixels, num_channels, first_stride,
+                         second_stride, third_stride, one_stride, two_stride, three_stride, slope, KIND: tl.constexpr,
+                         PIECES: tl.constexpr, TERMS: tl.constexpr, ROWS: tl.constexpr,
+                         CHANNELS: tl.constexpr):  # fmt: skip
+    """The gradient of each term: sum of the pieces, times the slope of the activation at the sum of the terms."""
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    pixel = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = (pixel < num_pixels)[:, None] & (channel < num_channels)[None, :]
+    change = _load_sum(first, second, third, pixel, channel, inside, first_stride, second_stride, third_stride, PIECES)
+    value = _load_sum(one, two, three, pixel, channel, inside, one_stride, two_stride, three_stride, TERMS)
+    change *= _slope_of_activation(value, slope, KIND)
+    _store(change, result, result, pixel, channel, inside, num_channels, num_channels, 1)
 
 
 def pixel_stride(x):
@@ -197,138 +260,123 @@ def by_pixels(x):
     return x, stride
 
 
-class _Shape:
-    """How a map [b x c x h x w] is divided among programs."""
-
-    def __init__(self, x):
-        self.num_channels = x.shape[1]
-        self.num_pixels = x.numel() // self.num_channels
-        self.channels = min(triton.next_power_of_2(self.num_channels), 128)
-        self.rows = TILE // self.channels
-        columns = triton.cdiv(self.num_channels, self.channels)
-        self.every_tile = triton.cdiv(self.num_pixels, self.rows), columns
-        shares = max(min(self.every_tile[0], MAX_PARTIAL_SUMS // columns), 1)
-        self.pixels_each = triton.cdiv(triton.cdiv(self.num_pixels, shares), self.rows) * self.rows
-        self.sums = triton.cdiv(self.num_pixels, self.pixels_each), columns
-        self.by_channel = (triton.cdiv(self.num_channels, 8),)
-
-    @property
-    def tile(self):
-        return {"ROWS": self.rows, "CHANNELS": self.channels, "num_warps": 4}
-
-
 PARTS = {"PARTS": 128, "CHANNELS": 8, "num_warps": 4}
 
 
-class NormActivation(torch.autograd.Function):
-    """activation(batch_norm(x)) with the statistics of the batch; moves the running statistics.
+class Tiles(NamedTuple):
+    """How a map of `num_pixels` x `num_channels` is divided among programs."""
 
-    x [b x c x h x w]; weight, bias, running_mean, running_var float32 [c]; `kind` of activation, `slope` of LeakyReLU.
+    sizes: tuple  # num_pixels, num_channels
+    every: tuple  # grid with a program for each tile
+    tile: dict  # what the kernel is told about it
+    sums: tuple  # grid with programs that sum up `pixels_each` pixels, and their tile
+    pixels_each: int
+    sum_tile: dict
+    by_channel: tuple  # grid of kernels with the tile PARTS
+
+
+def tiles_of(x):
+    """The Tiles of a map [b x c x h x w]."""
+    return _divide(x.numel() // x.shape[1], x.shape[1])
+
+
+@cache
+def _divide(num_pixels, num_channels):
+    channels = min(triton.next_power_of_2(num_channels), 128)
+    columns = triton.cdiv(num_channels, channels)
+    rows, sum_rows = TILE // channels, SUM_TILE // channels
+    shares = max(min(triton.cdiv(num_pixels, sum_rows), MAX_PARTIAL_SUMS // columns), 1)
+    pixels_each = triton.cdiv(triton.cdiv(num_pixels, shares), sum_rows) * sum_rows
+    return Tiles(
+        sizes=(num_pixels, num_channels),
+        every=(triton.cdiv(num_pixels, rows), columns),
+        tile={"ROWS": rows, "CHANNELS": channels, "num_warps": 4},
+        sums=(triton.cdiv(num_pixels, pixels_each), columns),
+        pixels_each=pixels_each,
+        sum_tile={"ROWS": sum_rows, "CHANNELS": channels},
+        by_channel=(triton.cdiv(num_channels, PARTS["CHANNELS"]),),
+    )
+
+
+def _of_three(maps):
+    """Three maps, three pixel strides, and how many of them count."""
+    laid_out = [by_pixels(x) for x in maps]
+    filled = laid_out + laid_out[:1] * (3 - len(laid_out))
+    return [x for x, _ in filled], [stride for _, stride in filled], len(laid_out)
+
+
+def _of_two(places):
+    """Two maps to write to, their pixel strides, and how many of them count."""
+    strides = [pixel_stride(x) for x in places]
+    assert None not in strides, "a result is written by pixels only"
+    return [places[0], places[-1]], [strides[0], strides[-1]], len(places)
+
+
+def norm_activation(x, norm, kind, slope, places):
+    """Write activation(norm(x)), with the statistics of the batch, to one or two `places`; moves the running ones.
+
+    x and the places [b x c x h x w], `norm` an nn.BatchNorm2d, `slope` that of LeakyReLU. Returns what the gradient
+    needs: float32 [4 x c].
     """
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, running_mean, running_var, momentum, eps, kind, slope):
-        x, x_stride = by_pixels(x)
-        shape = _Shape(x)
-        sizes = shape.num_pixels, shape.num_channels
-        partial = x.new_empty((shape.sums[0], 2, shape.num_channels), dtype=torch.float32)
-        saved = x.new_empty((4, shape.num_channels), dtype=torch.float32)
-        y = torch.empty(x.shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-        _sum_kernel[shape.sums](x, running_mean, partial, *sizes, x_stride, shape.pixels_each, **shape.tile)
-        _statistics_kernel[shape.by_channel](
-            partial, running_mean, running_var, weight, bias, saved, shape.sums[0], *sizes, momentum, eps, **PARTS
-        )
-        _apply_kernel[shape.every_tile](x, saved, y, *sizes, x_stride, slope, KIND=kind, **shape.tile)
-        ctx.save_for_backward(x, saved)
-        ctx.kind, ctx.slope = kind, slope
-        return y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, gradient):
-        x, saved = ctx.saved_tensors
-        (x, x_stride), (gradient, stride) = by_pixels(x), by_pixels(gradient)
-        shape = _Shape(x)
-        sizes = shape.num_pixels, shape.num_channels
-        partial = x.new_empty((shape.sums[0], 2, shape.num_channels), dtype=torch.float32)
-        parameters, plane = (torch.empty_like(saved[:2]) for _ in range(2))
-        result = torch.empty(x.shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-        _gradient_sum_kernel[shape.sums](
-            gradient, x, saved, partial, *sizes, stride, x_stride, shape.pixels_each, ctx.slope,
-            KIND=ctx.kind, **shape.tile,
-        )  # fmt: skip
-        _parameter_gradient_kernel[shape.by_channel](partial, saved, parameters, plane, shape.sums[0], *sizes, **PARTS)
-        _gradient_kernel[shape.every_tile](
-            gradient, x, saved, plane, result, *sizes, stride, x_stride, ctx.slope, KIND=ctx.kind, **shape.tile
-        )
-        return result, parameters[0], parameters[1], None, None, None, None, None, None
+    x, x_stride = by_pixels(x)
+    tiles = tiles_of(x)
+    partial = x.new_empty((tiles.sums[0], 2, x.shape[1]), dtype=torch.float32)
+    saved = x.new_empty((4, x.shape[1]), dtype=torch.float32)
+    _sum_kernel[tiles.sums](x, norm.running_mean, partial, *tiles.sizes, x_stride, tiles.pixels_each,
+                            **tiles.sum_tile, num_warps=4)  # fmt: skip
+    _statistics_kernel[tiles.by_channel](
+        partial, norm.running_mean, norm.running_var, norm.weight.detach(), norm.bias.detach(), saved, tiles.sums[0],
+        *tiles.sizes, norm.momentum, norm.eps, **PARTS,
+    )  # fmt: skip
+    targets, strides, count = _of_two(places)
+    _apply_kernel[tiles.every](
+        x, saved, *targets, *tiles.sizes, x_stride, *strides, slope, KIND=kind, PLACES=count, **tiles.tile
+    )
+    return saved
 
 
-@triton.jit
-def _pool_kernel(x, y, choice, num_pixels, num_channels, height, width, x_stride,
-                 ROWS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
-    """y: the largest of four; choice: which one, the first among equals. `height` and `width` are those of y."""
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    pixel = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    inside = (pixel < num_pixels)[:, None] & (channel < num_channels)[None, :]
-    row, column = pixel // width, pixel % width  # row: of all images below one another
-    corner = x + ((row * 2 * width * 2 + column * 2) * x_stride)[:, None] + channel[None, :]
-    best = tl.load(corner, mask=inside, other=0.0)
-    chosen = tl.zeros(best.shape, tl.uint8)
-    for number in tl.static_range(1, 4):
-        offset = (number // 2 * width * 2 + number % 2) * x_stride
-        value = tl.load(corner + offset, mask=inside, other=0.0)
-        better = (value > best) | (value != value)
-        best = tl.where(better, value, best)
-        chosen = tl.where(better, number, chosen).to(tl.uint8)
-    place = pixel[:, None] * num_channels + channel[None, :]
-    tl.store(y + place, best, mask=inside)
-    tl.store(choice + place, chosen, mask=inside)
+def norm_activation_gradient(pieces, x, saved, kind, slope, result, of_weight, of_bias):
+    """Write the gradients of x, weight and bias of `norm_activation` to result [as x], of_weight and of_bias [c].
+
+    The gradient of its output is the sum of 1 to 3 `pieces`; of_weight, of_bias are float32.
+    """
+    x, x_stride = by_pixels(x)
+    tiles = tiles_of(x)
+    pieces, strides, count = _of_three(pieces)
+    partial = x.new_empty((tiles.sums[0], 2, x.shape[1]), dtype=torch.float32)
+    plane = torch.empty_like(saved[:2])
+    _gradient_sum_kernel[tiles.sums](
+        *pieces, x, saved, partial, *tiles.sizes, *strides, x_stride, tiles.pixels_each, slope,
+        KIND=kind, PIECES=count, **tiles.sum_tile, num_warps=8,
+    )  # fmt: skip
+    _parameter_gradient_kernel[tiles.by_channel](
+        partial, saved, of_weight, of_bias, plane, tiles.sums[0], *tiles.sizes, **PARTS
+    )
+    (result, _), (result_stride, _), _ = _of_two([result])
+    _gradient_kernel[tiles.every](
+        *pieces, x, saved, plane, result, *tiles.sizes, *strides, x_stride, result_stride, slope,
+        KIND=kind, PIECES=count, **tiles.tile,
+    )  # fmt: skip
 
 
-@triton.jit
-def _pool_gradient_kernel(gradient, choice, result, num_pixels, num_channels, height, width, stride,
-                          ROWS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
-    """The gradient goes to the chosen one of four, the others get 0."""
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    pixel = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    inside = (pixel < num_pixels)[:, None] & (channel < num_channels)[None, :]
-    row, column = pixel // width, pixel % width
-    corner = result + ((row * 2 * width * 2 + column * 2) * num_channels)[:, None] + channel[None, :]
-    value = tl.load(gradient + pixel[:, None] * stride + channel[None, :], mask=inside, other=0.0)
-    chosen = tl.load(choice + pixel[:, None] * num_channels + channel[None, :], mask=inside, other=0)
-    for number in tl.static_range(4):
-        offset = (number // 2 * width * 2 + number % 2) * num_channels
-        tl.store(corner + offset, tl.where(chosen == number, value, 0.0).to(result.dtype.element_ty), mask=inside)
+def add_activation(terms, kind, slope, places):
+    """Write activation(sum of 2 or 3 `terms`) to one or two `places`, all [b x c x h x w]."""
+    tiles = tiles_of(terms[0])
+    terms, strides, num_terms = _of_three(terms)
+    targets, target_strides, num_places = _of_two(places)
+    _add_kernel[tiles.every](
+        *terms, *targets, *tiles.sizes, *strides, *target_strides, slope,
+        KIND=kind, TERMS=num_terms, PLACES=num_places, **tiles.tile,
+    )  # fmt: skip
 
 
-class HalvingPool(torch.autograd.Function):
-    """Max pooling 2x2 with stride 2 of x [b x c x h x w], h and w even."""
-
-    @staticmethod
-    def forward(ctx, x):
-        x, x_stride = by_pixels(x)
-        batch, channels, height, width = x.shape
-        y = torch.empty((batch, channels, height // 2, width // 2), dtype=x.dtype, device=x.device,
-                        memory_format=torch.channels_last)  # fmt: skip
-        choice = torch.empty_like(y, dtype=torch.uint8)
-        shape = _Shape(y)
-        _pool_kernel[shape.every_tile](
-            x, y, choice, shape.num_pixels, channels, height // 2, width // 2, x_stride, **shape.tile
-        )
-        ctx.save_for_backward(choice)
-        return y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, gradient):
-        (choice,) = ctx.saved_tensors
-        gradient, stride = by_pixels(gradient)
-        shape = _Shape(gradient)
-        batch, channels, height, width = gradient.shape
-        result = torch.empty((batch, channels, height * 2, width * 2), dtype=gradient.dtype, device=gradient.device,
-                             memory_format=torch.channels_last)  # fmt: skip
-        _pool_gradient_kernel[shape.every_tile](
-            gradient, choice, result, shape.num_pixels, channels, height, width, stride, **shape.tile
-        )
-        return result
+def add_activation_gradient(pieces, terms, kind, slope):
+    """The gradient of each term of `add_activation`, from 1 to 3 `pieces` of that of its output."""
+    tiles, result = tiles_of(terms[0]), torch.empty_like(terms[0], memory_format=torch.channels_last)
+    pieces, strides, num_pieces = _of_three(pieces)
+    terms, term_strides, num_terms = _of_three(terms)
+    _add_gradient_kernel[tiles.every](
+        *pieces, *terms, result, *tiles.sizes, *strides, *term_strides, slope,
+        KIND=kind, PIECES=num_pieces, TERMS=num_terms, **tiles.tile,
+    )  # fmt: skip
+    return result

@@ -82,6 +82,14 @@ def rearrange_images():
         fused_stem.depth_images(source)
 
 
+def add_maps():
+    from models import fused_kernels
+
+    x = torch.zeros(2, 64, 8, 8, dtype=torch.float16).to(memory_format=torch.channels_last)
+    fused_kernels.add_activation([x, x], fused_kernels.SILU, 0.0, [x, x])
+    fused_kernels.add_activation_gradient([x], [x, x], fused_kernels.SILU, 0.0)
+
+
 def augment_a_batch():
     from utils.data.fast import deferred, device_augment_triton
 
@@ -107,6 +115,7 @@ def compute_losses():
 LAUNCHES = {
     "yolov7-tiny": lambda: train_a_fused_model("yolov7-tiny"),
     **({"yolov7": lambda: train_a_fused_model("yolov7")} if EVERYTHING else {}),
+    "sums": add_maps,
     "pools": pool_and_upsample,
     "stem": rearrange_images,
     "augmentation": augment_a_batch,

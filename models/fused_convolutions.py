@@ -1,0 +1,195 @@
+"""The operations of a plan (fused_operations.py) that hold convolutions: Block, Stem and HeadOutput."""
+
+import torch
+from torch.nn import functional
+
+from models import fused_kernels as kernels
+from models import fused_stem as stem
+from models.fused_operations import PlanOperation, spread
+
+
+class Branch:
+    """What follows a convolution of a Block: the batch norm, the activation as (kind, slope), the Value it makes."""
+
+    def __init__(self, conv, norm, activation, target):
+        self.conv, self.norm, self.activation, self.target = conv, norm, activation, target
+
+
+class Block(PlanOperation):
+    """Convolutions of one Value with one geometry, as a single one; each followed by batch norm and activation."""
+
+    def __init__(self, source, branches):
+        self.branches = branches
+        modules = [module for branch in branches for module in (branch.conv, branch.norm)]
+        super().__init__([source], [branch.target for branch in branches], modules)
+        conv = branches[0].conv
+        self.widths = [branch.conv.out_channels for branch in branches]
+        self.geometry = conv.stride, conv.padding, conv.dilation, False, (0, 0), conv.groups
+
+    def norms(self):
+        return [branch.norm for branch in self.branches]
+
+    def forward(self, tape):
+        x = self._input(tape)
+        weight = self._weight(tape, x)
+        y = torch.ops.aten.convolution(x, weight, None, *self.geometry)
+        saved = []
+        for branch, part in zip(self.branches, y.split(self.widths, 1), strict=True):
+            places = tape.places(branch.target, y)
+            saved.append(kernels.norm_activation(part, branch.norm, *branch.activation, places[:2]))
+            spread(places)
+        if self in tape.needed:
+            tape.kept[self] = x, weight, y, saved
+
+    def backward(self, tape):
+        x, weight, y, saved = tape.kept.pop(self)
+        gradient = torch.empty_like(y)
+        parts = zip(self.branches, saved, y.split(self.widths, 1), gradient.split(self.widths, 1), strict=True)
+        for branch, numbers, part, result in parts:
+            pieces = tape.take_pieces(branch.target)
+            if not pieces:  # nobody asked for it
+                result.zero_()
+                continue
+            places = tape.gradients.of(branch.norm.weight), tape.gradients.of(branch.norm.bias)
+            kernels.norm_activation_gradient(pieces, part, numbers, *branch.activation, result, *places)
+        del y
+        wanted = self.sources[0] in tape.needed, any(b.conv.weight.requires_grad for b in self.branches), False
+        of_x, of_weight, _ = torch.ops.aten.convolution_backward(gradient, x, weight, None, *self.geometry, wanted)
+        if wanted[0]:
+            tape.add_piece(self.sources[0], of_x)
+        if wanted[1]:
+            of_weight = self._weight_gradient(of_weight)
+            for branch, part in zip(self.branches, of_weight.split(self.widths), strict=True):
+                tape.gradients.add(branch.conv.weight, part)
+
+    def _input(self, tape):
+        return tape.values[self.sources[0]]
+
+    def _weight(self, tape, x):
+        return tape.weights[self]
+
+    def _weight_gradient(self, gradient):
+        return gradient
+
+
+class Stem(Block):
+    """The Block that reads the images, on as many channels as kernels like.
+
+    `reorganised`: the images go through ReOrg first. A 3x3 convolution of stride 2 becomes one of 2x2 on blocks of 2x2
+    pixels.
+    """
+
+    CHANNELS = 8  # that images have at stride 1
+
+    def __init__(self, source, branches, reorganised):
+        super().__init__(source, branches)
+        conv = branches[0].conv
+        self.reorganised, self.in_channels = reorganised, conv.in_channels
+        self.by_depth = conv.stride == (2, 2)
+        if self.by_depth:
+            self.geometry = (1, 1), (0, 0), (1, 1), False, (0, 0), 1
+
+    @staticmethod
+    def fits(conv, reorganised):
+        strides = ((1, 1),) if reorganised else ((1, 1), (2, 2))
+        return (conv.kernel_size == (3, 3) and conv.padding == (1, 1) and conv.dilation == (1, 1) and conv.groups == 1
+                and conv.stride in strides and conv.in_channels <= (16 if reorganised else 4))  # fmt: skip
+
+    def _input(self, tape):
+        images = tape.values[self.sources[0]]
+        if self.reorganised:
+            return stem.depth_images(images, tape.dtype, border=0)
+        if self.by_depth:
+            return stem.depth_images(images, tape.dtype)
+        return stem.padded_images(images, self.CHANNELS, tape.dtype)
+
+    def _weight(self, tape, x):
+        weight = torch.cat([branch.conv.weight.detach() for branch in self.branches])
+        return (
+            stem.depth_weight(weight, tape.dtype)
+            if self.by_depth
+            else stem.padded_weight(weight, x.shape[1], tape.dtype)
+        )
+
+    def _weight_gradient(self, gradient):
+        if self.by_depth:
+            return stem.depth_weight_gradient(gradient, self.in_channels)
+        return gradient[:, : self.in_channels]
+
+
+class HeadOutput(PlanOperation):
+    """A 1x1 convolution of the detection layer, as a product of matrices.
+
+    Its output [b x na x ny x nx x no] is a view of a channels-last map whose pixels lie a multiple of ALIGNED apart:
+    tensor cores are several times slower on others. `added`, `factor`: the implicit knowledge around it, or None.
+    """
+
+    ALIGNED = 8
+
+    def __init__(self, source, conv, num_anchors, added=None, factor=None):
+        super().__init__([source], [], [module for module in (conv, added, factor) if module is not None])
+        self.conv, self.num_anchors = conv, num_anchors
+        self.added, self.factor = added, factor
+        self.width = conv.out_channels
+        self.step = -(-self.width // self.ALIGNED) * self.ALIGNED
+
+    def forward(self, tape):
+        x = tape.values[self.sources[0]].permute(0, 2, 3, 1)
+        weight, bias = self._folded(tape.dtype)
+        y = torch.addmm(bias, x.flatten(0, 2), weight.t())
+        if self in tape.needed:
+            tape.kept[self] = x, weight
+        return self._as_maps(y.view(*x.shape[:3], self.step))
+
+    def backward(self, tape, gradient):
+        """`gradient` [b x na x ny x nx x no] is copied if it is laid out in another way than the output."""
+        x, weight = tape.kept.pop(self)
+        rows = self._as_rows(gradient, tape.dtype)
+        if self.sources[0] in tape.needed:
+            of_x = torch.mm(rows, weight[: self.width]).view(x.shape)
+            tape.add_piece(self.sources[0], of_x.permute(0, 3, 1, 2))
+        if any(parameter.requires_grad for parameter in self.parameters()):
+            self._hand_on(tape.gradients, torch.mm(rows.t(), x.flatten(0, 2)), rows.sum(0, dtype=torch.float32))
+
+    def _as_maps(self, rows):
+        """[b x ny x nx x step] as [b x na x ny x nx x no]."""
+        maps = rows[..., : self.width].unflatten(3, (self.num_anchors, -1))
+        return maps.permute(0, 3, 1, 2, 4)
+
+    def _as_rows(self, maps, dtype):
+        """The way back: [b x na x ny x nx x no] as [pixels x na*no]."""
+        batch, _, height, width, _ = maps.shape
+        wanted = (height * width * self.step, maps.shape[4], width * self.step, self.step, 1)
+        if maps.dtype != dtype or maps.stride() != wanted:
+            rows = torch.empty((batch, height, width, self.step), dtype=dtype, device=maps.device)
+            maps = self._as_maps(rows).copy_(maps)
+        return maps.as_strided((batch * height * width, self.width), (self.step, 1))
+
+    def _folded(self, dtype):
+        """Weight [step x c] and bias [step], as reparam.fold_implicit computes them and filled up with zeros."""
+        weight, bias = self.conv.weight.detach().flatten(1), self.conv.bias.detach()
+        if self.added is not None:
+            bias = torch.addmv(bias, weight, self.added.implicit.detach().flatten())
+        if self.factor is not None:
+            factor = self.factor.implicit.detach().flatten()
+            weight, bias = weight * factor[:, None], bias * factor
+        filled = torch.zeros((self.step, weight.shape[1]), dtype=dtype, device=weight.device)
+        filled[: self.width] = weight
+        return filled, functional.pad(bias, (0, self.step - self.width)).to(dtype)
+
+    def _hand_on(self, gradients, of_weight, of_bias):
+        """The gradients of the parameters from those of the folded weight and bias."""
+        weight, bias, of_weight = self.conv.weight.detach().flatten(1), self.conv.bias.detach(), of_weight.float()
+        if self.added is not None:
+            added = self.added.implicit.detach().flatten()
+            bias = torch.addmv(bias, weight, added)
+        if self.factor is not None:
+            factor = self.factor.implicit.detach().flatten()
+            of_factor = (of_weight * weight).sum(1).addcmul_(of_bias, bias)
+            gradients.add(self.factor.implicit, of_factor.view_as(self.factor.implicit))
+            of_weight, of_bias = of_weight * factor[:, None], of_bias * factor
+        if self.added is not None:
+            gradients.add(self.added.implicit, torch.mv(weight.t(), of_bias).view_as(self.added.implicit))
+            of_weight = torch.addr(of_weight, of_bias, added)
+        gradients.add(self.conv.weight, of_weight.view_as(self.conv.weight))
+        gradients.add(self.conv.bias, of_bias)

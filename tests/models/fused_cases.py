@@ -1,0 +1,89 @@
+"""The fused model and its kernels against torch, on a GPU or interpreted on a CPU.
+
+Run by test_fused.py in a process of its own: Triton reads TRITON_INTERPRET when it is imported.
+"""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+
+from models import fused_kernels as kernels
+from models.fused_plan import kind_of
+from tests.models.fused_models import DEVICE, compare, distance, random_model, small_cfg
+
+# channels that are no multiple of 8, odd sides, more channels than a program takes
+SHAPES = [(2, 5, 7, 3), (1, 130, 4, 4)]
+
+
+def whole(like, before=3, after=3):
+    """Random numbers and a slice of their channels with the shape of `like`."""
+    batch, channels, height, width = like.shape
+    all_of_it = torch.randn(batch, before + channels + after, height, width, device=DEVICE, dtype=like.dtype)
+    all_of_it = all_of_it.to(memory_format=torch.channels_last)
+    return all_of_it, all_of_it[:, before : before + channels]
+
+
+# float32: sums of another order. Half: every number is rounded once, by up to 2^-11 of itself
+LIMITS = {torch.float32: 1e-5, torch.float16: 1e-3}
+DTYPES = [torch.float32] + [torch.float16] * (DEVICE == "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "activation", "num_pieces", "num_places"), [
+    (SHAPES[0], nn.Identity(), 1, 2), (SHAPES[1], nn.LeakyReLU(0.1), 2, 2), (SHAPES[0], nn.SiLU(), 3, 1),
+])  # fmt: skip
+def test_norm_and_activation_in_slices(shape, activation, num_pieces, num_places, dtype):
+    norm = nn.BatchNorm2d(shape[1], eps=1e-3, momentum=0.03).to(DEVICE)
+    nn.init.uniform_(norm.weight), nn.init.normal_(norm.bias)
+    other = deepcopy(norm).double()
+    _, x = whole(torch.empty(shape, dtype=dtype))
+    x.mul_(3).add_(1)
+    exact = x.double().requires_grad_()
+    wanted = activation(other(exact))
+
+    around, place = whole(x)
+    before, places = around.clone(), [torch.empty_like(x, memory_format=torch.channels_last), place]
+    saved = kernels.norm_activation(x, norm, *kind_of(activation), places[-num_places:])
+    limit = LIMITS[dtype]
+    assert all(distance([y], [wanted]) < limit for y in places[-num_places:])
+    assert around[:, :3].equal(before[:, :3]) and around[:, -3:].equal(before[:, -3:])  # nothing beside it
+    running = [norm.running_mean, norm.running_var], [other.running_mean, other.running_var]
+    assert distance(*running) < 1e-5
+
+    pieces = [whole(x)[1] for _ in range(num_pieces)]
+    wanted.backward(sum(piece.double() for piece in pieces))
+    around, result = whole(x)
+    of_weight, of_bias = (torch.empty(shape[1], device=DEVICE) for _ in range(2))
+    kernels.norm_activation_gradient(pieces, x, saved, *kind_of(activation), result, of_weight, of_bias)
+    pairs = [(result, exact.grad), (of_weight, other.weight.grad), (of_bias, other.bias.grad)]
+    assert all(distance([a], [b]) < limit for a, b in pairs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("count", "activation"), [(2, nn.Identity()), (3, nn.SiLU())])
+def test_sums_of_slices(count, activation, dtype):
+    terms = [whole(torch.empty(SHAPES[0], dtype=dtype))[1] for _ in range(count)]
+    total = sum(term.double() for term in terms).requires_grad_()
+    wanted = activation(total)
+    places = [whole(terms[0])[1] for _ in range(2)]
+    kernels.add_activation(terms, *kind_of(activation), places)
+    assert all(distance([y], [wanted]) < LIMITS[dtype] for y in places)
+    pieces = [whole(terms[0])[1] for _ in range(count)]
+    wanted.backward(sum(piece.double() for piece in pieces))
+    found = kernels.add_activation_gradient(pieces, terms, *kind_of(activation))
+    assert distance([found], [total.grad]) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("first", [["Conv", [8, 3, 2]], ["ReOrg", []]])
+def test_a_network_of_every_layer(first):
+    compare(random_model(small_cfg([-1, 1, *first])), torch.rand(2, 3, 48, 32, device=DEVICE), torch.float32, 10)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("cfg", ["yolov7-tiny", "yolov7", "yolov7-w6"])
+def test_the_family(cfg, dtype):
+    images = torch.rand(8, 3, 256, 256, device=DEVICE).to(memory_format=torch.channels_last)
+    compare(random_model(f"cfg/training/{cfg}.yaml", nc=3), images, dtype, 10 if dtype == torch.float32 else 1.2)

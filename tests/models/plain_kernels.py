@@ -1,0 +1,96 @@
+"""What the kernels of the fused model compute, written with torch: for plans of large models on a CPU."""
+
+import torch
+from torch.nn import functional
+
+from models import fused_kernels, fused_pools, fused_stem
+
+ACTIVATIONS = {
+    fused_kernels.IDENTITY: lambda z, slope: z,
+    fused_kernels.LEAKY_RELU: functional.leaky_relu,
+    fused_kernels.SILU: lambda z, slope: functional.silu(z),
+}
+
+
+def write(y, places):
+    for place in places:
+        if place is not None:
+            place.copy_(y)
+
+
+def gradients(function, inputs, pieces):
+    """Those of `function` by the tensors `inputs`, from the sum of `pieces`."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    with torch.enable_grad():
+        y = function(*leaves)
+    return torch.autograd.grad(y, leaves, sum(pieces).to(y.dtype))
+
+
+def norm_activation(x, norm, kind, slope, places):
+    numbers = norm.running_mean, norm.running_var, norm.weight, norm.bias  # without the count of batches
+    x = functional.batch_norm(x, *numbers, True, norm.momentum, norm.eps)
+    write(ACTIVATIONS[kind](x, slope), places)
+    return norm.weight, norm.bias, norm.eps
+
+
+def norm_activation_gradient(pieces, x, saved, kind, slope, result, of_weight, of_bias):
+    *parameters, eps = saved
+
+    def function(x, weight, bias):
+        return ACTIVATIONS[kind](functional.batch_norm(x, None, None, weight, bias, True, eps=eps), slope)
+
+    places = result, of_weight, of_bias
+    for place, gradient in zip(places, gradients(function, [x, *parameters], pieces), strict=True):
+        place.copy_(gradient)
+
+
+def add_activation(terms, kind, slope, places):
+    write(ACTIVATIONS[kind](sum(terms), slope), places)
+
+
+def add_activation_gradient(pieces, terms, kind, slope):
+    return gradients(lambda total: ACTIVATIONS[kind](total, slope), [sum(terms)], pieces)[0]
+
+
+def _pool(window, stride):
+    padding = window // 2 if stride == 1 else 0
+    return lambda x: functional.max_pool2d(x, window, stride, padding)
+
+
+def max_pool(x, window, stride=1, out=None, copy=None):
+    write(_pool(window, stride)(x), (out, copy))
+    return out, x.detach().clone()
+
+
+def max_pool_gradient(pieces, choice, window, stride=1, size=None, out=None, plus=()):
+    return sum(plus, gradients(_pool(window, stride), [choice], pieces)[0])
+
+
+def upsample(x, out=None, copy=None):
+    write(functional.interpolate(x, scale_factor=2), (out, copy))
+    return out
+
+
+def upsample_gradient(pieces, out=None, plus=()):
+    batch, channels, height, width = pieces[0].shape
+    x = pieces[0].new_zeros(batch, channels, height // 2, width // 2)
+    return sum(plus, gradients(lambda x: functional.interpolate(x, scale_factor=2), [x], pieces)[0])
+
+
+def _rearranged(images, dtype, block, border, channels):
+    if images.dtype == torch.uint8:
+        images = images.float() / 255
+    images = functional.pad(images, (0, images.shape[3] % block, 0, images.shape[2] % block))
+    if block == 2:
+        images = torch.cat([images[..., row::2, column::2] for column in (0, 1) for row in (0, 1)], 1)
+    images = functional.pad(images, (border, 0, border, 0, 0, channels - images.shape[1]))
+    return images.to(dtype, memory_format=torch.channels_last)
+
+
+def use(monkeypatch):
+    """Let the operations of the fused model call these."""
+    for name in ("norm_activation", "norm_activation_gradient", "add_activation", "add_activation_gradient"):
+        monkeypatch.setattr(fused_kernels, name, globals()[name])
+    for name in ("max_pool", "max_pool_gradient", "upsample", "upsample_gradient"):
+        monkeypatch.setattr(fused_pools, name, globals()[name])
+    monkeypatch.setattr(fused_stem, "_rearranged", _rearranged)
