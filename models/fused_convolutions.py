@@ -9,14 +9,40 @@ from models.fused_operations import PlanOperation, spread
 
 
 class Branch:
-    """What follows a convolution of a Block: the batch norm, the activation as (kind, slope), the Value it makes."""
+    """What follows a convolution of a Block: the batch norm, the activation as (kind, slope), the Value it makes.
+
+    `pooled`: the Value that is its 2x2 max pooling, or None. Not `is_read`: nobody else needs what is pooled.
+    """
 
     def __init__(self, conv, norm, activation, target):
         self.conv, self.norm, self.activation, self.target = conv, norm, activation, target
+        self.pooled, self.is_read = None, True
+
+    def forward(self, tape, x):
+        """Returns what the gradient needs."""
+        places, pooled = [], []
+        if self.is_read:
+            places = tape.places(self.target, x)
+        if self.pooled:
+            pooled = tape.places(self.pooled, x, [side // 2 for side in x.shape[2:]])
+        saved = kernels.norm_activation(x, self.norm, *self.activation, places[:2], pooled[:2])
+        spread(places)
+        spread(pooled)
+        return saved
+
+    def backward(self, tape, x, saved, result):
+        """Write the gradient of x to `result`."""
+        pieces = tape.take_pieces(self.target)
+        (pooled,) = (self.pooled and tape.take_pieces(self.pooled, most=1)) or [None]
+        if not pieces and pooled is None:  # nobody asked for it
+            result.zero_()
+            return
+        places = tape.gradients.of(self.norm.weight), tape.gradients.of(self.norm.bias)
+        kernels.norm_activation_gradient(pieces, x, saved, *self.activation, result, *places, pooled)
 
 
 class Block(PlanOperation):
-    """Convolutions of one Value with one geometry, as a single one; each followed by batch norm and activation."""
+    """Convolutions of one Value with one geometry, as a single one; each followed by a Branch."""
 
     def __init__(self, source, branches):
         self.branches = branches
@@ -29,30 +55,27 @@ class Block(PlanOperation):
     def norms(self):
         return [branch.norm for branch in self.branches]
 
+    def pool(self, branch, target):
+        """Let `branch` make its 2x2 max pooling as well."""
+        branch.pooled = target
+        self.targets.append(target)
+
     def forward(self, tape):
         x = self._input(tape)
         weight = self._weight(tape, x)
         y = torch.ops.aten.convolution(x, weight, None, *self.geometry)
-        saved = []
-        for branch, part in zip(self.branches, y.split(self.widths, 1), strict=True):
-            places = tape.places(branch.target, y)
-            saved.append(kernels.norm_activation(part, branch.norm, *branch.activation, places[:2]))
-            spread(places)
+        parts = zip(self.branches, y.split(self.widths, 1), strict=True)
+        saved = [branch.forward(tape, part) for branch, part in parts]
         if self in tape.needed:
             tape.kept[self] = x, weight, y, saved
 
     def backward(self, tape):
         x, weight, y, saved = tape.kept.pop(self)
         gradient = torch.empty_like(y)
-        parts = zip(self.branches, saved, y.split(self.widths, 1), gradient.split(self.widths, 1), strict=True)
-        for branch, numbers, part, result in parts:
-            pieces = tape.take_pieces(branch.target)
-            if not pieces:  # nobody asked for it
-                result.zero_()
-                continue
-            places = tape.gradients.of(branch.norm.weight), tape.gradients.of(branch.norm.bias)
-            kernels.norm_activation_gradient(pieces, part, numbers, *branch.activation, result, *places)
-        del y
+        parts = zip(self.branches, y.split(self.widths, 1), saved, gradient.split(self.widths, 1), strict=True)
+        for branch, part, numbers, result in parts:
+            branch.backward(tape, part, numbers, result)
+        del y, part, parts
         wanted = self.sources[0] in tape.needed, any(b.conv.weight.requires_grad for b in self.branches), False
         of_x, of_weight, _ = torch.ops.aten.convolution_backward(gradient, x, weight, None, *self.geometry, wanted)
         if wanted[0]:

@@ -21,6 +21,7 @@ import torch
 
 from models import fused_kernels as kernels
 from models import fused_pools as pools
+from models import fused_sums as sums
 
 MOST_PIECES = 3  # that a kernel adds
 
@@ -159,7 +160,7 @@ class Sum(PlanOperation):
     def forward(self, tape):
         terms = [tape.values[source] for source in self.sources]
         places = tape.places(self.targets[0], terms[0])
-        kernels.add_activation(terms, *self.activation, places[:2])
+        sums.add_activation(terms, *self.activation, places[:2])
         spread(places)
         if self in tape.needed and self.activation[0] != kernels.IDENTITY:
             tape.kept[self] = terms
@@ -167,7 +168,7 @@ class Sum(PlanOperation):
     def backward(self, tape):
         pieces, terms = tape.take_pieces(self.targets[0]), tape.kept.pop(self, None)
         if terms is not None:
-            pieces = [kernels.add_activation_gradient(pieces, terms, *self.activation)]
+            pieces = [sums.add_activation_gradient(pieces, terms, *self.activation)]
         for source in self.sources:
             for piece in pieces:
                 tape.add_piece(source, piece)

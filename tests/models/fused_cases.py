@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from models import fused_kernels as kernels
+from models import fused_sums as sums
 from models.fused_plan import kind_of
 from tests.models.fused_models import DEVICE, compare, distance, random_model, small_cfg
 
@@ -31,32 +32,44 @@ DTYPES = [torch.float32] + [torch.float16] * (DEVICE == "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("shape", "activation", "num_pieces", "num_places"), [
-    (SHAPES[0], nn.Identity(), 1, 2), (SHAPES[1], nn.LeakyReLU(0.1), 2, 2), (SHAPES[0], nn.SiLU(), 3, 1),
+@pytest.mark.parametrize(("shape", "activation", "num_pieces", "num_places", "pools"), [
+    (SHAPES[0], nn.Identity(), 1, 2, False), (SHAPES[1], nn.LeakyReLU(0.1), 2, 1, False),
+    (SHAPES[0], nn.SiLU(), 3, 2, True), (SHAPES[1], nn.LeakyReLU(0.1), 0, 0, True),
 ])  # fmt: skip
-def test_norm_and_activation_in_slices(shape, activation, num_pieces, num_places, dtype):
+def test_norm_activation_and_pooling_in_slices(shape, activation, num_pieces, num_places, pools, dtype):
     norm = nn.BatchNorm2d(shape[1], eps=1e-3, momentum=0.03).to(DEVICE)
     nn.init.uniform_(norm.weight), nn.init.normal_(norm.bias)
     other = deepcopy(norm).double()
     _, x = whole(torch.empty(shape, dtype=dtype))
     x.mul_(3).add_(1)
+    x[:, :, :2, 1] = x[:, :, :2, 0]  # ties
     exact = x.double().requires_grad_()
     wanted = activation(other(exact))
 
     around, place = whole(x)
     before, places = around.clone(), [torch.empty_like(x, memory_format=torch.channels_last), place]
-    saved = kernels.norm_activation(x, norm, *kind_of(activation), places[-num_places:])
+    smaller = whole(x[:, :, : shape[2] // 2, : shape[3] // 2])[1]
+    kernels.norm_activation(x, deepcopy(norm), *kind_of(activation), places[:1])
+    seen = places[0].clone().requires_grad_()  # rounded as that which is pooled
+    saved = kernels.norm_activation(
+        x, norm, *kind_of(activation), places[:num_places], [smaller, whole(smaller)[1]] if pools else []
+    )
     limit = LIMITS[dtype]
-    assert all(distance([y], [wanted]) < limit for y in places[-num_places:])
+    assert all(distance([y], [wanted]) < limit for y in places[:num_places])
     assert around[:, :3].equal(before[:, :3]) and around[:, -3:].equal(before[:, -3:])  # nothing beside it
     running = [norm.running_mean, norm.running_var], [other.running_mean, other.running_var]
     assert distance(*running) < 1e-5
 
-    pieces = [whole(x)[1] for _ in range(num_pieces)]
-    wanted.backward(sum(piece.double() for piece in pieces))
+    pieces, pooled = [whole(x)[1] for _ in range(num_pieces)], whole(smaller)[1] if pools else None
+    gradient = sum((piece.double() for piece in pieces), torch.zeros_like(wanted))
+    if pools:
+        assert distance([smaller], [nn.functional.max_pool2d(wanted, 2)]) < limit
+        nn.functional.max_pool2d(seen, 2).backward(pooled)  # what torch chooses among equals
+        gradient = gradient + seen.grad
+    wanted.backward(gradient)
     around, result = whole(x)
     of_weight, of_bias = (torch.empty(shape[1], device=DEVICE) for _ in range(2))
-    kernels.norm_activation_gradient(pieces, x, saved, *kind_of(activation), result, of_weight, of_bias)
+    kernels.norm_activation_gradient(pieces, x, saved, *kind_of(activation), result, of_weight, of_bias, pooled)
     pairs = [(result, exact.grad), (of_weight, other.weight.grad), (of_bias, other.bias.grad)]
     assert all(distance([a], [b]) < limit for a, b in pairs)
 
@@ -68,11 +81,11 @@ def test_sums_of_slices(count, activation, dtype):
     total = sum(term.double() for term in terms).requires_grad_()
     wanted = activation(total)
     places = [whole(terms[0])[1] for _ in range(2)]
-    kernels.add_activation(terms, *kind_of(activation), places)
+    sums.add_activation(terms, *kind_of(activation), places)
     assert all(distance([y], [wanted]) < LIMITS[dtype] for y in places)
     pieces = [whole(terms[0])[1] for _ in range(count)]
     wanted.backward(sum(piece.double() for piece in pieces))
-    found = kernels.add_activation_gradient(pieces, terms, *kind_of(activation))
+    found = sums.add_activation_gradient(pieces, terms, *kind_of(activation))
     assert distance([found], [total.grad]) < LIMITS[dtype]
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional
 
-from models import fused_kernels, fused_pools, fused_stem
+from models import fused_kernels, fused_pools, fused_stem, fused_sums
 
 ACTIVATIONS = {
     fused_kernels.IDENTITY: lambda z, slope: z,
@@ -26,21 +26,26 @@ def gradients(function, inputs, pieces):
     return torch.autograd.grad(y, leaves, sum(pieces).to(y.dtype))
 
 
-def norm_activation(x, norm, kind, slope, places):
+def norm_activation(x, norm, kind, slope, places, pooled=()):
     numbers = norm.running_mean, norm.running_var, norm.weight, norm.bias  # without the count of batches
-    x = functional.batch_norm(x, *numbers, True, norm.momentum, norm.eps)
-    write(ACTIVATIONS[kind](x, slope), places)
-    return norm.weight, norm.bias, norm.eps
+    y = functional.batch_norm(x, *numbers, True, norm.momentum, norm.eps)
+    write(ACTIVATIONS[kind](y, slope), places)
+    write(functional.max_pool2d(ACTIVATIONS[kind](y, slope), 2), pooled)
+    return (norm.weight, norm.bias, norm.eps), None
 
 
-def norm_activation_gradient(pieces, x, saved, kind, slope, result, of_weight, of_bias):
-    *parameters, eps = saved
+def norm_activation_gradient(pieces, x, saved, kind, slope, result, of_weight, of_bias, pooled=None):
+    *parameters, eps = saved[0]
 
     def function(x, weight, bias):
-        return ACTIVATIONS[kind](functional.batch_norm(x, None, None, weight, bias, True, eps=eps), slope)
+        y = ACTIVATIONS[kind](functional.batch_norm(x, None, None, weight, bias, True, eps=eps), slope)
+        parts = [y * sum(pieces)] if pieces else []
+        parts += [] if pooled is None else [functional.max_pool2d(y, 2) * pooled]
+        return sum(part.sum() for part in parts)
 
     places = result, of_weight, of_bias
-    for place, gradient in zip(places, gradients(function, [x, *parameters], pieces), strict=True):
+    found = gradients(function, [x, *parameters], [torch.ones(())])
+    for place, gradient in zip(places, found, strict=True):
         place.copy_(gradient)
 
 
@@ -89,8 +94,10 @@ def _rearranged(images, dtype, block, border, channels):
 
 def use(monkeypatch):
     """Let the operations of the fused model call these."""
-    for name in ("norm_activation", "norm_activation_gradient", "add_activation", "add_activation_gradient"):
+    for name in ("norm_activation", "norm_activation_gradient"):
         monkeypatch.setattr(fused_kernels, name, globals()[name])
+    for name in ("add_activation", "add_activation_gradient"):
+        monkeypatch.setattr(fused_sums, name, globals()[name])
     for name in ("max_pool", "max_pool_gradient", "upsample", "upsample_gradient"):
         monkeypatch.setattr(fused_pools, name, globals()[name])
     monkeypatch.setattr(fused_stem, "_rearranged", _rearranged)
