@@ -22,6 +22,8 @@ IDENTITY, LEAKY_RELU, SILU = range(3)
 TILE = 2048
 SUM_TILE = 4096  # of sums over pixels
 MAX_PARTIAL_SUMS = 512  # programs that share the pixels of a statistic
+# Arguments that a kernel is not compiled anew for: another batch or image size changes them.
+SIZES = ("num_pixels", "num_windows", "num_partial", "pixels_each", "height", "width")
 
 
 @triton.jit
@@ -45,7 +47,7 @@ def slope_of_activation(z, slope, KIND: tl.constexpr):
     return one
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _sum_kernel(x, pivot, partial, num_pixels, num_channels, x_stride, pixels_each,
                 ROWS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
     """partial [programs x 2 x channels]: sums of x - pivot and of its square; the pivot keeps the numbers small."""
@@ -82,7 +84,7 @@ def _add_partial(partial, num_partial, num_channels, channel, exists, PARTS: tl.
     return tl.sum(first, 0), tl.sum(second, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _statistics_kernel(partial, running_mean, running_var, weight, bias, saved, num_partial, num_pixels, num_channels,
                        momentum, eps, PARTS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
     """saved [4 x channels]: mean, inverse deviation, scale and shift of the normalisation; running statistics move."""
@@ -148,7 +150,7 @@ def store(value, y, copy, pixel, channel, inside, y_stride, copy_stride, PLACES:
         tl.store(copy + pixel[:, None] * copy_stride + channel[None, :], value, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _apply_kernel(x, saved, y, copy, num_pixels, num_channels, x_stride, y_stride, copy_stride, slope,
                   KIND: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
     """y = activation(x * scale + shift)."""
@@ -163,7 +165,7 @@ def _apply_kernel(x, saved, y, copy, num_pixels, num_channels, x_stride, y_strid
     store(value, y, copy, pixel, channel, inside, y_stride, copy_stride, PLACES)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _apply_pool_kernel(x, saved, y, copy, pooled, pooled_copy, choice, num_windows, num_channels, height, width,
                        x_stride, y_stride, copy_stride, pooled_stride, pooled_copy_stride, slope, KIND: tl.constexpr,
                        PLACES: tl.constexpr, POOLED_PLACES: tl.constexpr, ROWS: tl.constexpr,
@@ -196,7 +198,7 @@ def _apply_pool_kernel(x, saved, y, copy, pooled, pooled_copy, choice, num_windo
     store(chosen, choice, choice, place, channel, inside, num_channels, num_channels, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _gradient_sum_kernel(first, second, third, pooled, choice, x, saved, partial, num_pixels, num_channels, height,
                          width, first_stride, second_stride, third_stride, pooled_stride, x_stride, pixels_each, slope,
                          KIND: tl.constexpr, PIECES: tl.constexpr, POOLED: tl.constexpr, ROWS: tl.constexpr,
@@ -228,7 +230,7 @@ def _gradient_sum_kernel(first, second, third, pooled, choice, x, saved, partial
     tl.store(here + num_channels, tl.sum(product, 0) * inverse, mask=exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _parameter_gradient_kernel(partial, saved, of_weight, of_bias, plane, num_partial, num_pixels, num_channels,
                                PARTS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
     """of_weight, of_bias [channels]: their gradients; plane [2 x channels]: what x and 1 add to that of x."""
@@ -245,7 +247,7 @@ def _parameter_gradient_kernel(partial, saved, of_weight, of_bias, plane, num_pa
     tl.store(plane + num_channels + channel, -scale * alone / num_pixels - mean * of_x, mask=exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _gradient_kernel(first, second, third, pooled, choice, x, saved, plane, result, num_pixels, num_channels, height,
                      width, first_stride, second_stride, third_stride, pooled_stride, x_stride, result_stride, slope,
                      KIND: tl.constexpr, PIECES: tl.constexpr, POOLED: tl.constexpr, ROWS: tl.constexpr,

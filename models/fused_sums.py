@@ -4,10 +4,19 @@ import torch
 import triton
 import triton.language as tl
 
-from models.fused_kernels import activate, load_sum, of_three, of_two, slope_of_activation, store, tiles_of
+from models.fused_kernels import (
+    SIZES,
+    activate,
+    load_sum,
+    of_three,
+    of_two,
+    slope_of_activation,
+    store,
+    tiles_of,
+)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _add_kernel(first, second, third, y, copy, num_pixels, num_channels, first_stride, second_stride, third_stride,
                 y_stride, copy_stride, slope, KIND: tl.constexpr, TERMS: tl.constexpr, PLACES: tl.constexpr,
                 ROWS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
@@ -19,7 +28,7 @@ def _add_kernel(first, second, third, y, copy, num_pixels, num_channels, first_s
     store(activate(value, slope, KIND), y, copy, pixel, channel, inside, y_stride, copy_stride, PLACES)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _add_gradient_kernel(first, second, third, one, two, three, result, num_pixels, num_channels, first_stride,
                          second_stride, third_stride, one_stride, two_stride, three_stride, slope, KIND: tl.constexpr,
                          PIECES: tl.constexpr, TERMS: tl.constexpr, ROWS: tl.constexpr,

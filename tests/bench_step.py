@@ -7,7 +7,7 @@ autocast. Each path starts from a model of its own. Milliseconds a step are medi
 brackets, between events at the end of consecutive steps, after a warm-up; images a second come from the whole window.
 `host` is the time that the main process spends in a step, with its parts `plan` (the loss's preparation) and `run`
 (copies and launch of the graph), `cpu` its processor time, `waits` the synchronisations that torch reports.
-`forward+backward` is the limit: the model alone with a trivial loss, channels-last, in a CUDA graph; `update` is SGD
+`forward+backward` is the limit: the network alone with a trivial loss, channels-last, in a CUDA graph; `update` is SGD
 and moving average alone, in a graph. `cuda-graph, copied` takes its batches from page-locked host memory through the
 batches of --fast-step.
 
@@ -66,9 +66,16 @@ def build(case, kind, path, device, precision):
     steps = {"reference": lambda t: t, "fast-step": FastSteps, "cuda-graph": GraphSteps}[path](trainer)
     classes = criterion.REFERENCE if path == "reference" else batched.CLASSES
     compute_loss, _ = criterion.build_losses(model, classes=classes, use_ota=kind == "ota")
-    trainer.start(model, compute_loss, 1.0, 0, 1000)
+    trainer.start(model, compute_loss, 1.0, 0, 1000, network=network_of(model, path, device))
     steps.begin_epoch()
     return steps
+
+
+def network_of(model, path, device):
+    """What the forward pass calls: the fused form, where its kernels can run."""
+    from utils.run.fast_paths import has_triton, load
+
+    return load("models.fused:fused_model")(model) if path != "reference" and has_triton(device) else model
 
 
 def target_sets(case):
@@ -218,7 +225,7 @@ def limits(case, device):
 
     def alone():
         with steps.trainer.autocast():
-            total = sum(p.float().square().mean() for p in steps.trainer.model(images))
+            total = sum(p.float().square().mean() for p in steps.trainer.network(images))
         torch.autograd.backward(total)
         for parameter in parameters:
             parameter.grad = None
@@ -226,7 +233,7 @@ def limits(case, device):
     rows = {"forward+backward": {"step": replayed(alone)}}
     steps.trainer.scaler.scale(torch.ones((), device=device))  # its tensors come with the first use
     with steps.trainer.autocast():
-        sum(p.float().square().mean() for p in steps.trainer.model(images)).backward()
+        sum(p.float().square().mean() for p in steps.trainer.network(images)).backward()
     steps._lay_out()
     steps.sgd.collect()
     rows["update"] = {"step": replayed(steps._update)}
