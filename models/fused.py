@@ -21,7 +21,7 @@ import logging
 import torch
 from torch import nn
 
-from models.fused_plan import Plan
+from models.fused_plan import HEADS, Plan
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +29,12 @@ logger = logging.getLogger(__name__)
 def fused_model(model):
     """A module over the parameters and buffers of `model` (a Model) that computes what it does in training.
 
-    Its maps are views [b x na x ny x nx x no] that are not contiguous.
+    Its maps are views [b x na x ny x nx x no] that are not contiguous. With a detection layer of another kind it is the
+    model itself.
     """
+    if type(model.model[-1]) not in HEADS:
+        logger.warning("forward: not fused, there are no operations for %s", type(model.model[-1]).__name__)
+        return model
     fused = FusedModel(model)
     logger.info("forward: %s", fused.summary())
     return fused

@@ -19,6 +19,7 @@ from models.multihead import MultiHeadDetect
 from models.multihead_attention import MultiHeadDetectAttention
 from models.yolo import Detect, IAuxDetect, IDetect
 
+HEADS = (Detect, IDetect, IAuxDetect, MultiHeadDetect, MultiHeadDetectAttention)  # that have operations
 MERGE = POOL = True  # False for comparisons: each convolution, each pooling by itself
 
 
@@ -167,8 +168,6 @@ class Translator:
                  for level, conv in enumerate(convs)]
                 for number, convs in enumerate(head.heads)
             ]  # fmt: skip
-        if type(head) not in (Detect, IDetect, IAuxDetect):
-            raise TypeError(f"{type(head).__name__} has no operations of its own")
         folds = type(head) is not Detect and not head.implicit_folded
         around = zip(head.ia, head.im, strict=True) if folds else [(None, None)] * head.nl
         outputs = [self._output(x, conv, head, *pair) for x, conv, pair in zip(inputs, head.m, around, strict=False)]

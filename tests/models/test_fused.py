@@ -19,9 +19,12 @@ if find_spec("triton") is None:
 
 from models.fused import fused_model
 from models.fused_convolutions import Block, Stem
+from models.yolo import IDetect
+from tests import step_cases
 from tests.models import plain_kernels
-from tests.models.fused_models import compare, distance, random_model, small_cfg, trained
+from tests.models.fused_models import DEVICE, compare, distance, random_model, small_cfg, trained
 from tests.tiny_model import CFG
+from utils.fast.train_step import FastSteps
 
 SMALL = small_cfg([-1, 1, "Conv", [8, 3, 2]])
 
@@ -33,7 +36,7 @@ def plain(monkeypatch):
 
 
 def images(size=64, batch=2):
-    return torch.rand(batch, 3, size, size, device="cuda" if torch.cuda.is_available() else "cpu")
+    return torch.rand(batch, 3, size, size, device=DEVICE)
 
 
 def test_kernels_against_torch():
@@ -97,6 +100,35 @@ def test_maps_are_laid_out_as_aligned_pixels_and_so_may_gradients_be(plain):
         torch.autograd.backward(maps, [g.contiguous() for g in gradients] if contiguous else gradients)
     grads = [[p.grad for p in model.parameters()] for model in models]
     assert distance(*grads) < 1e-6
+
+
+def test_fast_steps_train_it_like_the_model(plain):
+    """The first step lays the weights out anew, in one tensor; accumulation is over."""
+    runs = []
+    for form in (lambda model: model, fused_model):
+        trainer = step_cases.new_trainer(DEVICE, precision="off", total_batch=64, num_warmup=0, batched=True)
+        trainer.network = form(trainer.model)
+        runs.append(step_cases.run(FastSteps(trainer), step_cases.batches(5)))
+    assert torch.allclose(runs[1].items, runs[0].items, rtol=1e-3)  # rounding grows from step to step
+    weights = [list(run.trainer.model.parameters()) for run in runs]
+    assert distance(*weights) < 1e-4
+    before = list(step_cases.new_trainer(DEVICE).model.parameters())
+    assert distance(weights[1], before) > 1e-2  # they have moved
+
+
+def test_a_run_is_told_how_its_layers_are_computed(plain, caplog):
+    caplog.set_level("INFO")
+    fused_model(random_model(CFG))
+    assert "forward: all 6 layers fused" in caplog.text
+
+
+def test_another_detection_layer_is_left_alone(caplog):
+    class OtherDetect(IDetect):
+        pass
+
+    model = random_model(CFG)
+    model.model[-1].__class__ = OtherDetect
+    assert fused_model(model) is model and "no operations for OtherDetect" in caplog.text
 
 
 def test_the_backward_pass_is_run_once(plain):
