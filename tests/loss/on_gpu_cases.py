@@ -132,9 +132,11 @@ def test_random_assignment_on_cuda(kind):
 # --- losses and gradients --------------------------------------------------------------------------------------------
 
 
-def channels_last(prediction):
-    """The same map as a view of a convolution's output in channels-last order."""
-    return prediction.detach().permute(0, 2, 3, 1, 4).contiguous().permute(0, 3, 1, 2, 4).requires_grad_()
+def channels_last(prediction, gap=0):
+    """The same map as a view of a convolution's output in channels-last order, with a `gap` after each pixel."""
+    rows = prediction.detach().permute(0, 2, 3, 1, 4).flatten(3)
+    whole = torch.nn.functional.pad(rows, (0, gap), value=float("nan"))[..., : rows.shape[3]]
+    return whole.unflatten(3, (prediction.shape[1], prediction.shape[4])).permute(0, 3, 1, 2, 4).requires_grad_()
 
 
 def check_loss(pair, case, rtol=1e-5, gradient_rtol=1e-5):
@@ -157,9 +159,10 @@ def test_loss(pair):
     check_loss(pair, one_case(10, "ordinary", auxiliary=pair is PAIRS[2]))
 
 
-def test_loss_of_channels_last_maps():
+@pytest.mark.parametrize("gap", [0, 5])
+def test_loss_of_channels_last_maps(gap):
     case = one_case(6, "duplicates")
-    case.predictions = [channels_last(prediction) for prediction in case.predictions]
+    case.predictions = [channels_last(prediction, gap) for prediction in case.predictions]
     check_loss(PAIRS[1], case)
 
 
@@ -186,12 +189,13 @@ def test_gradients_are_scaled_before_they_are_rounded():
 
 @needs_gpu
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "saturated"])  # see test_batched
-@pytest.mark.parametrize("layout", ["contiguous", "channels last"])
+@pytest.mark.parametrize("layout", ["contiguous", "channels last", "with gaps"])
 def test_loss_on_cuda(kind, layout):
     for seed in range(6):
         case = random_case(seed, kind, "cuda", auxiliary=True)
-        if layout == "channels last":
-            case.predictions = [channels_last(prediction) for prediction in case.predictions]
+        if layout != "contiguous":
+            gap = 3 if layout == "with gaps" else 0
+            case.predictions = [channels_last(prediction, gap) for prediction in case.predictions]
         for pair in PAIRS:
             check_loss(pair, case)
 

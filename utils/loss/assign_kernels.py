@@ -15,6 +15,7 @@ Names in all kernels:
     integers  [layers x 4: ny, nx, cells of an image in the layers before, cells of the batch in the layers before]
     numbers   [layers x 2 + 2 * anchors: stride, weight of a cell's objectness; width and height of the anchors]
     m0 .. m4  the maps of the layers [rows x columns], in the layout that CHANNELS_LAST says
+    gap       numbers between the rows of one pixel and those of the next, in channels-last maps; 0 in others
 """
 
 import torch
@@ -52,6 +53,12 @@ def row_of(image, anchor, y, x, own_integers, A: tl.constexpr, CHANNELS_LAST: tl
     if CHANNELS_LAST:
         return ((image * ny + y) * nx + x) * A + anchor
     return ((image * A + anchor) * ny + y) * nx + x
+
+
+@triton.jit
+def start_of(row, num_columns, gap, A: tl.constexpr):
+    """Where a `row` of a layer's map begins."""
+    return row.to(tl.int64) * num_columns + (row // A).to(tl.int64) * gap
 
 
 @triton.jit
@@ -161,7 +168,7 @@ def candidates_kernel(targets, first, integers, numbers, cells, owners, counts, 
 
 @triton.jit
 def predictions_kernel(targets, first, counts, integers, numbers, cells, m0, m1, m2, m3, m4, boxes, log_rests, logits,
-                       num_slots, num_classes, L: tl.constexpr, A: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+                       num_slots, num_classes, gap, L: tl.constexpr, A: tl.constexpr, CHANNELS_LAST: tl.constexpr,
                        ROWS: tl.constexpr, CLASSES: tl.constexpr):  # fmt: skip
     """What the candidates predict, as Cells of `assigner`.
 
@@ -173,8 +180,8 @@ def predictions_kernel(targets, first, counts, integers, numbers, cells, m0, m1,
     if tl.max(exists.to(tl.int32), 0) > 0:
         cell = tl.load(cells + slot, mask=exists, other=0)
         layer, anchor, y, x, own_integers, own_numbers = place_of(cell, integers, numbers, L, A)
-        row = row_of(image, anchor, y, x, own_integers, A, CHANNELS_LAST).to(tl.int64)
-        source = map_of(layer, m0, m1, m2, m3, m4, L) + row * (5 + num_classes)
+        row = row_of(image, anchor, y, x, own_integers, A, CHANNELS_LAST)
+        source = map_of(layer, m0, m1, m2, m3, m4, L) + start_of(row, 5 + num_classes, gap, A)
         stride = tl.load(own_numbers)
         for axis in tl.static_range(2):
             corner = (x if axis == 0 else y).to(tl.float32)

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from utils.loss import criterion
-from utils.loss.assign_kernels import map_of, place_of, row_of, share_of_target, sigmoid
+from utils.loss.assign_kernels import map_of, place_of, row_of, share_of_target, sigmoid, start_of
 
 EPS = tl.constexpr(1e-7)  # of `boxes.complete_iou`
 PI = tl.constexpr(math.pi)
@@ -111,7 +111,7 @@ def decode_side(logit, anchor_side):
 
 
 @triton.jit
-def objectness_kernel(integers, numbers, m0, m1, m2, m3, m4, gradients, sums, num_cells, num_columns, gain,
+def objectness_kernel(integers, numbers, m0, m1, m2, m3, m4, gradients, sums, num_cells, num_columns, gap, gain,
                       positive_weight, gamma, L: tl.constexpr, A: tl.constexpr, FOCAL: tl.constexpr,
                       BLOCK: tl.constexpr):  # fmt: skip
     """gradients [cells of all layers]: `gain` times those without any object; sums [programs] of the weighted loss."""
@@ -120,8 +120,8 @@ def objectness_kernel(integers, numbers, m0, m1, m2, m3, m4, gradients, sums, nu
     layer = cell * 0
     for i in tl.static_range(1, L):
         layer += (cell >= tl.load(integers + i * 4 + 3)).to(tl.int32)
-    row = (cell - tl.load(integers + layer * 4 + 3)).to(tl.int64)
-    source = map_of(layer, m0, m1, m2, m3, m4, L) + row * num_columns + 4
+    row = cell - tl.load(integers + layer * 4 + 3)
+    source = map_of(layer, m0, m1, m2, m3, m4, L) + start_of(row, num_columns, gap, A) + 4
     logit = tl.load(source, mask=exists, other=0.0).to(tl.float32)
     weight = tl.load(numbers + layer * (2 + 2 * A) + 1)
     value, gradient = binary_loss(logit, 0.0, positive_weight, gamma, FOCAL)
@@ -189,7 +189,7 @@ def class_terms(source, num_classes, match, last, cell, targets, match_cells, ma
 
 @triton.jit
 def matches_loss_kernel(targets, first, counts, per_layer, integers, numbers, match_cells, match_targets,
-                        m0, m1, m2, m3, m4, terms, rows, gradients, num_classes, room, box_gain, object_gain,
+                        m0, m1, m2, m3, m4, terms, rows, gradients, num_classes, gap, room, box_gain, object_gain,
                         class_gain, positive, negative, object_weight, class_weight, gamma, ratio, L: tl.constexpr,
                         A: tl.constexpr, CHANNELS_LAST: tl.constexpr, FOCAL: tl.constexpr, CLASSES: tl.constexpr,
                         BLOCK: tl.constexpr):  # fmt: skip
@@ -210,7 +210,7 @@ def matches_loss_kernel(targets, first, counts, per_layer, integers, numbers, ma
             layer, anchor, y, x, own_integers, own_numbers = place_of(cell, integers, numbers, L, A)
             row = row_of(image, anchor, y, x, own_integers, A, CHANNELS_LAST)
             all_rows = row + tl.load(own_integers + 3)
-            source = map_of(layer, m0, m1, m2, m3, m4, L) + row.to(tl.int64) * (5 + num_classes)
+            source = map_of(layer, m0, m1, m2, m3, m4, L) + start_of(row, 5 + num_classes, gap, A)
             result = gradients + (start.to(tl.int64) + (match - start)) * (5 + num_classes)
             weight = 1.0 / tl.maximum(tl.load(per_layer + layer), 1).to(tl.float32)
             nx, ny = tl.load(own_integers + 1).to(tl.float32), tl.load(own_integers).to(tl.float32)
@@ -259,20 +259,26 @@ def items_kernel(terms, object_sums, items, num_sums, box_gain, object_gain, cla
 
 
 @triton.jit
-def dense_kernel(objectness, scale, result, size, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    """result [cells x COLUMNS] of a map: `objectness` [cells] times `scale` [1] in column 4, 0 elsewhere."""
+def dense_kernel(objectness, scale, result, size, A: tl.constexpr, STEP: tl.constexpr, COLUMNS: tl.constexpr,
+                 BLOCK: tl.constexpr):  # fmt: skip
+    """result [size] of a map: `objectness` [rows] times `scale` [1] in column 4 of each row, 0 elsewhere.
+
+    Every STEP numbers hold A rows of COLUMNS, then the gap.
+    """
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     place = begin + tl.arange(0, BLOCK)
-    # counted from the row that the block begins in: division of 64 bits takes long
-    local = (begin % COLUMNS).to(tl.int32) + tl.arange(0, BLOCK)
-    is_objectness = (local % COLUMNS == 4) & (place < size)
-    value = tl.load(objectness + begin // COLUMNS + local // COLUMNS, mask=is_objectness, other=0.0) * tl.load(scale)
+    # counted from the step that the block begins in: division of 64 bits takes long
+    local = (begin % STEP).to(tl.int32) + tl.arange(0, BLOCK)
+    row, column = local % STEP // COLUMNS, local % STEP % COLUMNS
+    is_objectness = (column == 4) & (row < A) & (place < size)
+    source = objectness + (begin // STEP + local // STEP) * A + row
+    value = tl.load(source, mask=is_objectness, other=0.0) * tl.load(scale)
     tl.store(result + place, value.to(result.dtype.element_ty), mask=place < size)
 
 
 @triton.jit
-def rows_kernel(targets, first, counts, integers, rows, gradients, scale, m0, m1, m2, m3, m4, num_columns, room,
-                L: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+def rows_kernel(targets, first, counts, integers, rows, gradients, scale, m0, m1, m2, m3, m4, num_columns, gap,
+                room, L: tl.constexpr, A: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """Write the `gradients` of cells with matches, times `scale` [1], into their `rows` of the maps."""
     _, start, count, number, num_targets = share_of_target(tl.program_id(0), room, targets, first, counts)
     for match in range(start + number, start + count, num_targets):
@@ -286,5 +292,5 @@ def rows_kernel(targets, first, counts, integers, rows, gradients, scale, m0, m1
             inside = column < num_columns
             source = gradients + (start.to(tl.int64) + (match - start)) * num_columns
             value = tl.load(source + column, mask=inside, other=0.0)
-            result = map_of(layer, m0, m1, m2, m3, m4, L) + row.to(tl.int64) * num_columns
+            result = map_of(layer, m0, m1, m2, m3, m4, L) + start_of(row, num_columns, gap, A)
             tl.store(result + column, (value * tl.load(scale)).to(m0.dtype.element_ty), mask=inside)

@@ -167,15 +167,17 @@ class Slots(NamedTuple):
 class Maps(NamedTuple):
     """The maps of a branch of the head, as kernels take them."""
 
-    tensors: tuple  # one for each layer; all are dense, their last dimension is the innermost
+    tensors: tuple  # one for each layer; their last dimension is the innermost, with nothing between its numbers
     channels_last: bool  # anchors inside of cells: rows in the order image, y, x, anchor; else image, anchor, y, x
+    gap: int = 0  # numbers between the last anchor of a cell and the next cell
 
     @classmethod
     def of(cls, predictions):
         """As they are, if all have the same layout and a row's columns side by side; else copied."""
         for channels_last in (True, False):
-            if all(_rows_first(p, channels_last).is_contiguous() for p in predictions):
-                return cls(tuple(predictions), channels_last)
+            gaps = {_gap(prediction, channels_last) for prediction in predictions}
+            if len(gaps) == 1 and None not in gaps:
+                return cls(tuple(predictions), channels_last, *gaps)
         return cls(tuple(p.contiguous() for p in predictions), False)
 
     @property
@@ -184,8 +186,16 @@ class Maps(NamedTuple):
         return *self.tensors, *[self.tensors[0]] * (MOST_LAYERS - len(self.tensors))
 
 
-def _rows_first(prediction, channels_last):
-    return prediction.permute(0, 2, 3, 1, 4) if channels_last else prediction
+def _gap(prediction, channels_last):
+    """The gap of a map [batch x anchors x ny x nx x 5+nc], or None if it is laid out in another way."""
+    if not channels_last:
+        return 0 if prediction.is_contiguous() else None
+    if prediction.permute(0, 2, 3, 1, 4).is_contiguous():
+        return 0
+    _, num_anchors, ny, nx, num_columns = prediction.shape
+    step = prediction.stride(3)
+    regular = prediction.stride() == (ny * nx * step, num_columns, nx * step, step, 1)
+    return step - num_anchors * num_columns if regular and step > num_anchors * num_columns else None
 
 
 def find_candidates(batch: TargetSet) -> Slots:
@@ -217,8 +227,8 @@ def assign(batch: TargetSet, candidates: Slots, maps: Maps, num_ious: int) -> Sl
     classes = min(triton.next_power_of_2(num_classes), 128)
     assign_kernels.predictions_kernel[(triton.cdiv(num_slots, 8),)](
         targets, first, candidates.counts, *table, candidates.cells, *maps.addresses, boxes, log_rests, logits,
-        num_slots, num_classes, L=num_layers, A=num_anchors, CHANNELS_LAST=maps.channels_last, ROWS=8, CLASSES=classes,
-        num_warps=4, **EXACT,
+        num_slots, num_classes, maps.gap, L=num_layers, A=num_anchors, CHANNELS_LAST=maps.channels_last, ROWS=8,
+        CLASSES=classes, num_warps=4, **EXACT,
     )  # fmt: skip
     # Summed up by torch, as in the reference: another order might round a cost to another side of its neighbour's.
     known = targets, first, candidates.counts, boxes
@@ -273,13 +283,13 @@ def loss_of_maps(loss, batch: TargetSet, matches: Slots, maps: Maps, share: floa
     sums, items = new(programs), new(5)
     found = BranchGradients(new(num_cells), torch.empty_like(matches.cells), new(num_matches, num_columns))
     loss_kernels.objectness_kernel[(programs,)](
-        *table, *maps.addresses, found.objectness, sums, num_cells, num_columns, object_gain,
+        *table, *maps.addresses, found.objectness, sums, num_cells, num_columns, maps.gap, object_gain,
         float(hyp["obj_pw"]), float(hyp["fl_gamma"]), **layers, BLOCK=1024, num_warps=4,
     )  # fmt: skip
     terms = new(3, len(targets))
     loss_kernels.matches_loss_kernel[(len(targets),)](
         targets, first, matches.counts, matches.per_layer, *table, matches.cells, matches.targets, *maps.addresses,
-        terms, found.rows, found.values, num_columns - 5, matches.room, box_gain, object_gain, class_gain,
+        terms, found.rows, found.values, num_columns - 5, maps.gap, matches.room, box_gain, object_gain, class_gain,
         positive, negative, float(hyp["obj_pw"]), float(hyp["cls_pw"]), float(hyp["fl_gamma"]), float(loss.gr),
         **layers, CHANNELS_LAST=maps.channels_last, CLASSES=triton.next_power_of_2(num_columns - 5), BLOCK=128,
         num_warps=1 if num_columns <= 256 else 4,
@@ -295,15 +305,15 @@ def _num_cells(shape):
 
 
 class WrittenGradients(torch.autograd.Function):
-    """(items, batch, matches, BranchGradients, channels_last, *maps) -> the loss [1], whose gradients are known.
+    """(items, batch, matches, BranchGradients, layout, *maps) -> the loss [1], whose gradients are known.
 
     They are as large as the maps, so they are written once, when they are asked for: scaled, in their type and layout.
     """
 
     @staticmethod
-    def forward(ctx, items, batch, matches, found, channels_last, *tensors):
-        ctx.known = batch, matches, found
-        ctx.layouts = [(t.shape, t.stride(), t.dtype) for t in tensors], channels_last
+    def forward(ctx, items, batch, matches, found, layout, *tensors):
+        ctx.known, ctx.layout = (batch, matches, found), layout  # layout: channels_last, gap
+        ctx.kinds = [(t.shape, t.stride(), t.dtype) for t in tensors]
         return items[4:].clone()
 
     @staticmethod
@@ -311,21 +321,23 @@ class WrittenGradients(torch.autograd.Function):
     def backward(ctx, scale):
         batch, matches, found = ctx.known
         tensors, scale = batch.tensors, scale.contiguous()
-        layouts, channels_last = ctx.layouts
-        results = Maps(tuple(torch.empty_strided(*size, dtype=dtype, device=scale.device) for *size, dtype in layouts),
-                       channels_last)  # fmt: skip
-        num_columns = results.tensors[0].shape[-1]
+        results = [torch.empty_strided(*size, dtype=dtype, device=scale.device) for *size, dtype in ctx.kinds]
+        results = Maps(tuple(results), *ctx.layout)
+        _, num_anchors, *_, num_columns = results.tensors[0].shape
+        in_a_step = num_anchors if results.channels_last else 1
+        step = in_a_step * num_columns + results.gap
         start = 0
         for result in results.tensors:
-            size, num_cells = result.numel(), result.numel() // num_columns
+            num_cells = result.numel() // num_columns
+            size = num_cells // in_a_step * step - results.gap  # nothing after the last one
             loss_kernels.dense_kernel[(triton.cdiv(size, 4096),)](
-                found.objectness[start : start + num_cells], scale, result, size, COLUMNS=num_columns, BLOCK=4096,
-                num_warps=4,
+                found.objectness[start : start + num_cells], scale, result, size,
+                A=in_a_step, STEP=step, COLUMNS=num_columns, BLOCK=4096, num_warps=4,
             )  # fmt: skip
             start += num_cells
         loss_kernels.rows_kernel[(len(tensors.targets),)](
             tensors.targets, tensors.first, matches.counts, tensors.integers, found.rows, found.values, scale,
-            *results.addresses, num_columns, matches.room, L=len(results.tensors),
+            *results.addresses, num_columns, results.gap, matches.room, L=len(results.tensors), A=num_anchors,
             COLUMNS=triton.next_power_of_2(num_columns), num_warps=1,
         )  # fmt: skip
         return None, None, None, None, None, *results.tensors
@@ -341,7 +353,7 @@ def compute(loss, branches, batches: Sequence[TargetSet]):
             if loss.NUM_IOUS is not None:
                 matches = assign(batch, matches, maps[0], loss.NUM_IOUS)
             items, found = loss_of_maps(loss, batch, matches, own, share)
-        value = WrittenGradients.apply(items, batch, matches, found, own.channels_last, *own.tensors)
+        value = WrittenGradients.apply(items, batch, matches, found, own[1:], *own.tensors)
         total = (value, items[:4]) if total is None else (total[0] + value, total[1] + items[:4])
     return total
 
