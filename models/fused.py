@@ -43,6 +43,8 @@ def fused_model(model):
 class FusedModel(nn.Module):
     """Runs `model` by a Plan in training, and as it is otherwise. Images may be bytes."""
 
+    takes_bytes = True
+
     def __init__(self, model):
         super().__init__()
         self.model = model
@@ -52,7 +54,7 @@ class FusedModel(nn.Module):
         """The maps of the detection layer for images [b x ch x h x w], 0..1 (bytes: 0..255)."""
         plan, device = self.plan, images.device.type
         if not self.training or images.requires_grad or not all(norm.training for norm in plan.norms):
-            return self.model(images)
+            return self.model(images if images.is_floating_point() else images / 255)
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
         maps = iter(PlannedNetwork.apply(plan, dtype, images, *plan.parameters))
         return [[next(maps) for _ in entry] if isinstance(entry, list) else next(maps) for entry in plan.outputs]

@@ -21,7 +21,6 @@ from functools import partial
 
 import torch
 
-from utils.fast.prefetcher import as_float
 from utils.fast.train_step import FastSteps
 from utils.loss import batched_assigner
 from utils.ops.cuda_graph import MAX_KEYS, WARM_UP_CALLS, Captured, PaddedSizes, record
@@ -123,13 +122,10 @@ class GraphSteps(FastSteps):
         candidate_sets = self._prepare(batch, shape)
         images = torch.empty_like(batch.images)
         static = [candidates.to(self.device) for candidates in candidate_sets]
-        body = partial(self.backward_from_bytes, images, partial(self.loss.compute, candidate_sets=static))
+        body = partial(self.forward_backward, images, partial(self.loss.compute, candidate_sets=static))
         size = " x ".join(map(str, images.shape))
         shape.captured = self._capture(body, inputs(images, static), f"images {size}, room for {shape.padded.sizes}")
         return candidate_sets
-
-    def backward_from_bytes(self, images, compute_loss):
-        return self.forward_backward(as_float(images), compute_loss)
 
     def _capture(self, body, static_inputs, description):
         """A Captured of `body`; None if that fails, and then nothing is captured or replayed any more."""

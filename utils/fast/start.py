@@ -61,7 +61,8 @@ def compile_ahead(steps: Any, shape: Sequence[int]) -> None:
         return
     logger.info("Preparing the kernels for images %s ...", " x ".join(map(str, shape)))
     with getattr(steps, "on_stream", nullcontext)(), compiled_in_threads(device) as kernels:
-        dry_pass(trainer.network, torch.zeros(shape, device=device), trainer.autocast)
+        images = steps.as_input(torch.zeros(shape, dtype=torch.uint8, device=device))
+        dry_pass(trainer.network, images, trainer.autocast)
     torch.cuda.synchronize(device)
     logger.info("%s ready after %.1f s", counted(len(kernels), "kernel of Triton", "kernels of Triton"),
                 time.monotonic() - began)  # fmt: skip
@@ -78,7 +79,7 @@ def dry_pass(network: torch.nn.Module, images: torch.Tensor, autocast: Callable)
         parameter.grad = None
     network.train()
     with autocast():
-        outputs = list(_tensors(network(images.contiguous(memory_format=torch.channels_last))))
+        outputs = list(_tensors(network(images)))
     sum(output.float().mean() for output in outputs).backward()  # torch imports much when it is given gradients
     network.train(was_training)
     for buffer, before in zip(buffers, kept, strict=True):

@@ -106,19 +106,23 @@ class FastSteps:
 
     def backward(self, batch: Batch) -> torch.Tensor:
         """Add the gradients of one batch; returns its loss items [4] on the device."""
-        images = as_float(batch.images)
+        images = batch.images
         return self.forward_backward(
             images, lambda predicted: self.trainer.compute_loss(predicted, batch.targets, images)
         )
 
+    def as_input(self, images: torch.Tensor) -> torch.Tensor:
+        """Images [B x 3 x H x W] as the network reads them: the fused one (models/fused.py) takes bytes as they are."""
+        return images if getattr(self.trainer.network, "takes_bytes", False) else as_float(images)
+
     def forward_backward(self, images: torch.Tensor, compute_loss: Callable) -> torch.Tensor:
-        """Forward and backward pass; images [B x 3 x H x W] float, `compute_loss` makes loss and items of predictions.
+        """Forward and backward pass; images [B x 3 x H x W], `compute_loss` makes loss and items of predictions.
 
         No line may read a value back, or depend on one: a graph captures all of it, and all of `update`.
         """
         trainer = self.trainer
         with trainer.autocast():
-            loss, items = compute_loss(trainer.network(images))
+            loss, items = compute_loss(trainer.network(self.as_input(images)))
         # The factor is meant for DDP's mean over the processes; the exchange takes the sum.
         trainer.scaler.scale(loss * (trainer.loss_factor / self.exchange.world_size)).backward()
         if self.average is None:  # between the first gradients and their first use
