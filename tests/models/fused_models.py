@@ -56,6 +56,7 @@ def random_model(cfg, **options):
 
 def trained(net, images, dtype=torch.float32):
     """The maps of one training pass; a backward pass with fixed gradients follows."""
+    torch.backends.cudnn.allow_tf32 = False  # float32 means float32 here, on a GPU as well
     with torch.autocast(DEVICE, dtype, enabled=dtype != torch.float32):
         maps = net(images)
     if isinstance(maps[0], list):  # of several heads

@@ -127,7 +127,8 @@ def target_set(
     room = room if at_least is None else room.or_more(at_least)
     batch, num_anchors = shapes[0][:2]
     sizes = room.targets * 6, batch + 1, len(shapes) * 4, len(shapes) * (2 + 2 * num_anchors)
-    buffer = torch.zeros(sum(map(_aligned, sizes)), dtype=torch.int32, pin_memory=pinned)
+    buffer = torch.empty(sum(map(_aligned, sizes)), dtype=torch.int32, pin_memory=pinned)
+    buffer.numpy().fill(0)  # torch would take all threads for a large one, and they go on spinning for milliseconds
     made = TargetSet(room, shapes, tuple(image_size or (1, 1)), anchor_threshold, reach, buffer)
     parts = [part.numpy() for part in made.tensors]  # views, to be written to
     parts[0][: len(rows)] = rows
