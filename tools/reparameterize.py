@@ -21,7 +21,7 @@ from models.yolo import Detect, IDetect
 from utils.config.data_yaml import read_yaml
 from utils.engine.checkpoint import save
 from utils.engine.checkpoint_reader import check_finite, read_checkpoint
-from utils.export.compare import batches, images_to_compare
+from utils.export.compare import batches, beyond_rounding, images_to_compare, in_words, largest_differences
 from utils.run import entry
 from utils.system.files import PROJECT_ROOT, check_file
 from utils.system.streams import quiet_loggers
@@ -29,7 +29,6 @@ from utils.system.streams import quiet_loggers
 logger = logging.getLogger("reparameterize")
 
 SIDE = 256  # pixels of the images that both models see; a multiple of every stride
-TOLERANCE = 1e-3  # of the largest number, or of 1; folding changes a hundredth of it
 
 
 def load_training_model(path):
@@ -45,18 +44,11 @@ def load_training_model(path):
     return model
 
 
-@torch.no_grad()
-def largest_difference(model, other, images):
-    """(of boxes in pixels, of probabilities), and whether that is rounding, over random and given images."""
-    seen = [torch.rand(1, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(0)),
-            *batches(images, (1, 3, SIDE, SIDE))]  # fmt: skip
-    pairs = [(model(batch)[0], other(batch)[0]) for batch in seen]
-    worst = []
-    for columns in (slice(0, 4), slice(4, None)):
-        difference = torch.stack([(mine - theirs)[..., columns].abs().max() for mine, theirs in pairs]).max()
-        largest = max(1.0, *(float(theirs[..., columns].abs().max()) for _, theirs in pairs))
-        worst.append((float(difference), bool(difference <= TOLERANCE * largest)))
-    return (worst[0][0], worst[1][0]), worst[0][1] and worst[1][1]
+def differences(model, other, images):
+    """Of boxes and scores, on random numbers and on the images; see `largest_differences`."""
+    noise = torch.rand(1, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
+    inputs = [noise, *batches(images, noise.shape)]
+    return largest_differences(lambda batch: other(batch)[0], lambda batch: model(batch)[0], inputs)
 
 
 def candidates(model):
@@ -70,7 +62,7 @@ def candidates(model):
 
 
 def find_deploy_model(model, cfgs, images):
-    """(deploy twin, its cfg, largest differences) of the first of `cfgs` that computes the same; ValueError if none."""
+    """The deploy twin by the first of `cfgs` that computes the same as the model; ValueError if there is none."""
     reasons = []
     for cfg in cfgs:
         try:
@@ -79,10 +71,11 @@ def find_deploy_model(model, cfgs, images):
         except ValueError as error:
             reasons.append(str(error))
             continue
-        differences, is_rounding = largest_difference(model, twin, images)
-        if is_rounding:
-            return twin, cfg, differences
-        reasons.append(f"{cfg} computes something else (boxes differ by {differences[0]:.2g} pixels)")
+        worst = differences(model, twin, images)
+        if not beyond_rounding(worst):
+            logger.info("%s, largest differences: %s", cfg, in_words(worst))
+            return twin
+        reasons.append(f"{cfg} computes something else: {in_words(worst)}")
     raise ValueError("; ".join(reasons) or "no file of cfg/deploy has this network; give the deploy yaml by --cfg")
 
 
@@ -91,14 +84,13 @@ def main(opt):
     images, shown = images_to_compare(opt.source)
     logger.info("Compared on random numbers and %s", shown)
     cfgs = [check_file(opt.cfg, (".yaml", ".yml"))] if opt.cfg else candidates(model)
-    twin, cfg, differences = find_deploy_model(model, cfgs, images)
-    logger.info("%s: boxes differ by at most %.2g pixels, probabilities by %.2g", cfg, *differences)
+    twin = find_deploy_model(model, cfgs, images)
     path = Path(opt.out or Path(opt.weights).with_stem(f"{Path(opt.weights).stem}_deploy"))
     for parameter in twin.parameters():
         parameter.requires_grad = False
     save({"model": twin.half(), "optimizer": None, "training_results": None, "epoch": -1}, path)
-    (pixels, shares), _ = largest_difference(attempt_load(opt.weights), attempt_load(path), images)
-    logger.info("%s: both files, rounded to half precision, differ by %.2g pixels and %.2g", path, pixels, shares)
+    worst = differences(attempt_load(opt.weights), attempt_load(path), images)
+    logger.info("%s, largest differences of the two files, in half precision: %s", path, in_words(worst))
 
 
 def parser():

@@ -33,7 +33,7 @@ def test_tiny_with_its_own_classes(tmp_path, caplog):
     model.names = ["a", "b", "c"]
     path = saved(model, tmp_path / "best.pt")
     run(path)
-    assert "cfg/deploy/yolov7-tiny.yaml: boxes differ by at most" in caplog.text
+    assert "cfg/deploy/yolov7-tiny.yaml, largest differences: boxes" in caplog.text
     stored = read_checkpoint(tmp_path / "best_deploy.pt")
     assert stored.epoch == -1 and stored.optimizer is None and stored.training_results is None
     assert {value.dtype for value in stored.model.state.values() if value.is_floating_point()} == {torch.float16}

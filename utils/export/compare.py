@@ -95,21 +95,32 @@ def check_onnx(path, outputs, images, shapes):
 def _check(runtime, module, run, reference, images, shapes, compare):
     device = next(module.parameters()).device
     for shape in shapes:
-        found = {}
-        for batch in batches(images, shape):
-            with torch.no_grad():
-                outputs = (as_list(function(batch.to(device))) for function in (run, reference))
-                pairs = compare(*([tensor.cpu() for tensor in tensors] for tensors in outputs))
-            for name, pair in pairs.items():
-                found.setdefault(name, []).append(pair)
-        worst = {name: torch.tensor(pairs).amax(0).tolist() for name, pairs in found.items()}  # NaN stays NaN
-        said = ", ".join(f"{name} {value:.2g} (of {largest:.4g})" for name, (value, largest) in worst.items())
+        worst = largest_differences(run, reference, (batch.to(device) for batch in batches(images, shape)), compare)
         place = f"{runtime} at {'x'.join(map(str, shape))}"
-        wrong = [name for name, (value, largest) in worst.items() if not value <= _allowed(name, largest)]
-        if wrong:
+        if wrong := beyond_rounding(worst):
             hint = "; nearly equal scores, as of an untrained model, do that" if LOST in wrong else ""
-            raise ValueError(f"{place} differs from PyTorch in {' and '.join(wrong)}: {said}{hint}")
-        logger.info("  %s, largest differences: %s", place, said)
+            raise ValueError(f"{place} differs from PyTorch in {' and '.join(wrong)}: {in_words(worst)}{hint}")
+        logger.info("  %s, largest differences: %s", place, in_words(worst))
+
+
+@torch.no_grad()
+def largest_differences(run, reference, inputs, compare=None):
+    """{part of the outputs: (largest difference, largest value)} of two functions of a batch, over all `inputs`."""
+    found = {}
+    for batch in inputs:
+        outputs = ([tensor.cpu() for tensor in as_list(function(batch))] for function in (run, reference))
+        for name, pair in (compare or _compare_values)(*outputs).items():
+            found.setdefault(name, []).append(pair)
+    return {name: torch.tensor(pairs).amax(0).tolist() for name, pairs in found.items()}  # NaN stays NaN
+
+
+def beyond_rounding(worst):
+    """The parts whose difference is more than rounding."""
+    return [name for name, (value, largest) in worst.items() if not value <= _allowed(name, largest)]
+
+
+def in_words(worst):
+    return ", ".join(f"{name} {value:.2g} (of {largest:.4g})" for name, (value, largest) in worst.items())
 
 
 def _allowed(name, largest):
