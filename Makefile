@@ -23,6 +23,7 @@ export OMP_WAIT_POLICY := PASSIVE
 
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/installed
+EXPORT_INSTALLED := $(VENV)/installed-export
 RESULT := runs/shapes/tiny
 
 .PHONY: train test lint smoke shapes
@@ -41,7 +42,7 @@ train: shapes
 
 # A file stays in one process, so that its tests share what they prepare; one thread for each process.
 test: export OMP_NUM_THREADS := 1
-test: $(INSTALLED)
+test: $(EXPORT_INSTALLED)
 	$(RUN) -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(PYTEST_FLAGS)
 
 lint: $(INSTALLED)
@@ -64,4 +65,9 @@ $(INSTALLED): requirements.txt
 	    { echo "$(PYTHON) cannot make virtual environments: ensurepip is missing (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install $(PIP_FLAGS) -r requirements.txt
+	@touch $@
+
+# What `export.py --include onnx` needs beside it; the tests try it.
+$(EXPORT_INSTALLED): requirements-export.txt $(INSTALLED)
+	$(RUN) -m pip install $(PIP_FLAGS) -r requirements-export.txt
 	@touch $@

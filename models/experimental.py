@@ -1,14 +1,12 @@
 """Models from checkpoint files, under the import path that other tools expect."""
 
-import logging
-from contextlib import contextmanager
-
 import torch
 from torch import nn
 
 from models.yolo import Model
 from utils.engine.checkpoint_reader import check_finite, read_checkpoint, transfer
 from utils.head_config import of_model_yaml
+from utils.system.streams import quiet_loggers
 
 
 class Ensemble(nn.ModuleList):
@@ -29,7 +27,7 @@ def rebuild(stored, source="checkpoint"):
         )
     try:
         # building draws initial weights, which are overwritten, and lists the layers, which is old news
-        with torch.random.fork_rng(devices=[]), _quiet(logging.getLogger("models")):
+        with torch.random.fork_rng(devices=[]), quiet_loggers("models"):
             model = Model(dict(stored.yaml), head_config=of_model_yaml(stored.yaml, source))
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
@@ -39,17 +37,6 @@ def rebuild(stored, source="checkpoint"):
     for name, value in stored.attributes.items():
         setattr(model, name, value)
     return model.eval()
-
-
-@contextmanager
-def _quiet(logger):
-    """Only warnings from `logger` and below."""
-    before = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 def _load(path):

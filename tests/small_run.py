@@ -14,11 +14,12 @@ import numpy as np
 import torch
 import yaml
 
+import export
 import test
 import train
 from utils.config.data_yaml import load_data_yaml
 from utils.config.hyp import load_hyp
-from utils.config.options import test_parser, train_parser
+from utils.config.options import export_parser, test_parser, train_parser
 from utils.run import entry
 from utils.run.context import Run
 from utils.run.folder import open_run_folder, prepare_train_options
@@ -124,7 +125,11 @@ def run_line(line, pictures=False):
 
 def program(name, line):
     """What `python NAME.py LINE` does, in this process; returns its exit status."""
-    main, parser = {"train": (train.main, train_parser()), "test": (test.main, test_parser())}[name]
+    main, parser = {
+        "train": (train.main, train_parser()),
+        "test": (test.main, test_parser()),
+        "export": (export.main, export_parser()),
+    }[name]
     with mock.patch("sys.argv", [f"{name}.py", *line]), mock.patch.object(logging.root, "handlers", []):
         try:
             with drawing(pictures=False):

@@ -16,13 +16,13 @@ FLOORS = (
     ("utils.ops",),
     ("utils.config",),
     ("utils.head_config", "utils.data", "utils.loss", "utils.metrics"),
-    ("utils.data.fast", "utils.plots"),
+    ("utils.data.fast", "utils.plots", "utils.export"),
     ("utils.datasets",),
     ("utils.engine", "utils.loggers"),
     ("models", "utils.fast"),
     ("utils.run",),
     ("utils.general", "utils.torch_utils"),
-    ("test", "tools"),
+    ("test", "export", "tools"),
     ("train",),
 )
 FLOOR = {package: floor for floor, packages in enumerate(FLOORS) for package in packages}
@@ -35,7 +35,7 @@ OPT_IN = ("utils.fast", "utils.data.fast", "utils.loss.batched", "utils.loss.bat
 # loads none. Tools may measure what they like.
 DOORS = ("utils.run.fast_paths", "utils.datasets")
 FACES = ("utils.loss", "utils.metrics", "utils.plots")  # packages whose __init__ imports their public names
-MOST_ENTRIES, MOST_LINES, MOST_FUNCTION_LINES, MOST_DOCSTRING_LINES = 16, 450, 60, 12
+MOST_ENTRIES, MOST_LINES, MOST_FUNCTION_LINES, MOST_DOCSTRING_LINES = 17, 450, 60, 12
 
 
 def belongs_to(name, packages):

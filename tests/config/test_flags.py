@@ -2,7 +2,7 @@
 
 import pytest
 
-from utils.config.flags import KEPT, MACHINE, START, STAYS, TEST_FLAGS, TRAIN_FLAGS, Flag
+from utils.config.flags import EXPORT_FLAGS, KEPT, MACHINE, START, STAYS, TEST_FLAGS, TRAIN_FLAGS, Flag
 from utils.config.limits import at_least
 from utils.config.options import check_train_options, load_options, save_options, train_parser
 from utils.system.files import PROJECT_ROOT
@@ -19,7 +19,8 @@ def readme_lines():
     groups = {}
     for flag in TRAIN_FLAGS.values():
         groups.setdefault(flag.group.partition(" (")[0], []).append(f"`{flag.name}`{MARKS[flag.resume]}")
-    groups["`test.py`"] = [f"`{flag.name}`" for flag in TEST_FLAGS.values()]
+    for program, flags in (("test", TEST_FLAGS), ("export", EXPORT_FLAGS)):
+        groups[f"`{program}.py`"] = [f"`{flag.name}`" for flag in flags.values()]
     return [f"| {group} | {' '.join(flags)} |" for group, flags in groups.items()]
 
 

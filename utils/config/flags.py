@@ -1,4 +1,4 @@
-"""Every flag of train.py and test.py, one row each.
+"""Every flag of train.py, test.py and export.py, one row each.
 
 The parsers, the checks, --resume, opt.yaml, the staged approval and the table in README.md all read these rows. A new
 flag is a new row; the code that it is for finds its value in the options, under `dest`.
@@ -225,4 +225,31 @@ TEST_FLAGS = _table([
     Flag("--one-class-score", "1B4H: heads with a single class give it the score 1"),
     Flag("--no-trace", "accepted for compatibility: nothing is traced here"),
     Flag("--v5-metric", "close the recall axis at 1.0 in AP"),
+])  # fmt: skip
+EXPORT_FLAGS = _table([
+    Flag("--weights", "checkpoint", "yolov7.pt"),
+    Flag("--include", "files to write", ["torchscript", "onnx"], nargs="+", choices=("torchscript", "onnx")),
+    Flag("--img-size", "height and width in pixels, or the side of a square", [640, 640], int, SIDE, nargs="+"),
+    Flag("--batch-size", None, 1, int, at_least(1)),
+    Flag("--device", "cpu or 0", "cpu"),
+    "what the files compute",
+    Flag("--grid", "decoded boxes instead of raw maps"),
+    Flag("--end2end", "decoded boxes and NMS in ONNX: for ONNX Runtime with --max-wh, else for TensorRT"),
+    Flag("--max-wh", "pixels between classes in NMS, not less than the image; 0: agnostic", None, int, at_least(0)),
+    Flag("--topk-all", "detections of an image, at most", 100, int, at_least(1)),
+    Flag("--iou-thres", "IoU above which NMS removes a box", 0.45, float, SHARE),
+    Flag("--conf-thres", "smallest confidence that counts", 0.25, float, SHARE),
+    Flag("--include-nms", "the same as --end2end for TensorRT"),
+    "how ONNX is written",
+    Flag("--dynamic", "batch, height and width may vary"),
+    Flag("--dynamic-batch", "the batch may vary"),
+    Flag("--exporter", "torch's tracing exporter, or its newer one", "legacy", choices=("legacy", "dynamo")),
+    Flag("--opset", "default 12, and 18 for --exporter dynamo", None, int, Range(11, 25)),
+    Flag("--simplify", "shorten the graph with onnxslim"),
+    "how the files are checked",
+    Flag("--source", "image, folder or pattern to compare on; default a drawn image", ""),
+    Flag("--data", "data set yaml whose first val images are compared on", ""),
+    IDLE,
+    Flag("--fp16", "CoreML only"),
+    Flag("--int8", "CoreML only"),
 ])  # fmt: skip

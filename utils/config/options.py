@@ -8,7 +8,7 @@ import yaml
 
 from utils.config import resize_schedule
 from utils.config.data_yaml import read_yaml
-from utils.config.flags import IDLE, TEST_FLAGS, TRAIN_FLAGS, Flag
+from utils.config.flags import EXPORT_FLAGS, IDLE, TEST_FLAGS, TRAIN_FLAGS, Flag
 from utils.system.files import atomic_write, shown
 
 logger = logging.getLogger(__name__)
@@ -26,6 +26,11 @@ def train_parser() -> argparse.ArgumentParser:
 def test_parser() -> argparse.ArgumentParser:
     """The command line of test.py."""
     return _parser("test.py", "Score a YOLOv7 detector on a data set.", TEST_FLAGS)
+
+
+def export_parser() -> argparse.ArgumentParser:
+    """The command line of export.py."""
+    return _parser("export.py", "Write a YOLOv7 detector as files for other runtimes.", EXPORT_FLAGS)
 
 
 def _parser(name, description, flags):
@@ -113,6 +118,29 @@ def check_test_options(opt: argparse.Namespace) -> None:
     """Raise ValueError for a value that no test could use."""
     check_ranges(opt, TEST_FLAGS)
     _check_run_name(opt)
+
+
+def check_export_options(opt: argparse.Namespace) -> None:
+    """Raise ValueError for what no export could do; complete --img-size, --opset and what a flag implies."""
+    check_ranges(opt, EXPORT_FLAGS)
+    if len(opt.img_size) > 2:
+        raise ValueError(f"--img-size {opt.img_size} has to be one or two numbers: height, width")
+    opt.img_size = [opt.img_size[0], opt.img_size[-1]]
+    oldest = 18 if opt.exporter == "dynamo" else 12
+    if opt.exporter == "dynamo" and opt.opset and opt.opset < oldest:
+        raise ValueError(f"--opset {opt.opset}: --exporter dynamo writes {oldest} or newer; leave it out for less")
+    opt.opset = opt.opset or oldest
+    if opt.source and opt.data:
+        raise ValueError("--source and --data both say which images to compare on; give one of them")
+    if opt.max_wh is not None and (opt.include_nms or not opt.end2end):
+        raise ValueError("--max-wh is for ONNX Runtime: it needs --end2end, and is not for --include-nms")
+    if opt.max_wh and opt.max_wh < max(opt.img_size):
+        logger.warning(
+            "--max-wh %d is less than the image: neighbours of different classes can suppress each other", opt.max_wh
+        )
+    opt.end2end = opt.end2end or opt.include_nms
+    if opt.fp16 or opt.int8:
+        logger.warning("--fp16 and --int8 are for CoreML, which is not written here; the files are float32")
 
 
 def check_ranges(opt: argparse.Namespace, flags: dict[str, Flag]) -> None:

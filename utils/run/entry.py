@@ -1,4 +1,4 @@
-"""How train.py and test.py start: log format, and errors of the user as one line instead of a traceback."""
+"""How train.py, test.py and export.py start: log format, and errors of the user as one line instead of a traceback."""
 
 import atexit
 import errno

@@ -1,9 +1,13 @@
-"""Standard output and error that a run survives: closed from the start, reader gone, disk full, terminal closed."""
+"""Standard output and error that a run survives: closed from the start, reader gone, disk full, terminal closed.
+
+And loggers that are told to be quiet for a while.
+"""
 
 import io
+import logging
 import os
 import sys
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -54,3 +58,17 @@ def keep_streams() -> None:
         if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a letter of a name shows its number instead
             stream.reconfigure(errors="backslashreplace")
         setattr(sys, name, LastingStream(stream))
+
+
+@contextmanager
+def quiet_loggers(*names, level=logging.WARNING):
+    """Nothing below `level` from the loggers called `names` and those below them."""
+    loggers = [logging.getLogger(name) for name in names]
+    before = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(level)
+        yield
+    finally:
+        for logger, old in zip(loggers, before, strict=True):
+            logger.setLevel(old)
