@@ -1,6 +1,7 @@
 # make train   set up .venv, draw the embedded data set, train yolov7-tiny on it, print the result
 # make test    set up .venv, run the test suite in two processes (TEST_PROCESSES=0: in one, for tests on a GPU)
 # make lint    set up .venv, check style, format and types
+# make doctor  set up .venv, look at this machine: what will be slow, what is impossible, which rates to expect
 # make smoke   set up .venv, try training, resume, overfitting and precision in a few minutes, PASS or FAIL for each
 # Any variable below can be given on the command line: make train EPOCHS=60 PYTHON=python3.12
 
@@ -26,7 +27,7 @@ INSTALLED := $(VENV)/installed
 EXPORT_INSTALLED := $(VENV)/installed-export
 RESULT := runs/shapes/tiny
 
-.PHONY: train test lint smoke shapes
+.PHONY: train test lint smoke doctor shapes
 .DELETE_ON_ERROR:
 
 train: shapes
@@ -52,6 +53,9 @@ lint: $(INSTALLED)
 
 smoke: $(INSTALLED)
 	$(RUN) tools/smoke.py
+
+doctor: $(INSTALLED)
+	$(RUN) tools/doctor.py
 
 shapes: $(INSTALLED)
 	$(RUN) tools/make_shapes.py --out shapes --train $(TRAIN_IMAGES) --val $(VAL_IMAGES) --size $(SIZE) --seed 0

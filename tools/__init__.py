@@ -1,4 +1,4 @@
 """Commands, each a file with its usage on top; `python tools/NAME.py --help` tells the rest.
 
-approval/ and experiments/ are their libraries.
+approval/, coco/ and experiments/ are their libraries.
 """

@@ -1,0 +1,86 @@
+"""What the doctor says about machines, each given as the values that a probe would find."""
+
+from argparse import Namespace
+
+import pytest
+
+from tools import doctor
+from tools.doctor import GB, OK, SLOW, WRONG
+
+BLACKWELL = ["sm_75", "sm_80", "sm_90", "sm_120"]
+
+
+@pytest.mark.parametrize(
+    ("row", "verdict", "words"),
+    [
+        (doctor.judge_driver("13.0", (13, 0), "580.65", True), OK, ""),
+        (doctor.judge_driver("12.8", (13, 0), "580.65", True), OK, ""),
+        (doctor.judge_driver("13.0", (12, 8), "570.1", False), WRONG, "cuda_max_good>=13.0"),
+        (doctor.judge_driver("13.0", (13, 0), "580.65", False), WRONG, "CUDA_VISIBLE_DEVICES"),
+        (doctor.judge_driver(None, (13, 0), "580.65", False), WRONG, "knows no GPU"),
+        (doctor.judge_driver("13.0", None, "", False), SLOW, "runs on the CPU"),
+        (doctor.judge_architecture("RTX 5090", (12, 0), BLACKWELL), OK, ""),
+        (doctor.judge_architecture("RTX 4090", (8, 9), BLACKWELL), OK, ""),
+        (doctor.judge_architecture("RTX 5090", (12, 0), ["sm_80", "sm_90"]), WRONG, "no kernels"),
+        (doctor.judge_architecture("RTX 5090", (12, 0), ["sm_80", "sm_90", "compute_90"]), SLOW, "newer torch"),
+        (doctor.judge_architecture("GTX 1080", (6, 1), BLACKWELL), WRONG, "no kernels"),
+        (doctor.judge_gpu_memory(31 * GB, 32 * GB), OK, ""),
+        (doctor.judge_gpu_memory(20 * GB, 32 * GB), SLOW, "another program"),
+        (doctor.judge_gpu_memory(8 * GB, 8 * GB), SLOW, "--batch-size -1"),
+        (doctor.judge_cores(16, 128), OK, "--workers 16"),
+        (doctor.judge_cores(2, 128), SLOW, "rent 16"),
+        (doctor.judge_memory(None), OK, ""),
+        (doctor.judge_memory(2 * GB), SLOW, "--workers 2"),
+        (doctor.judge_memory(20 * GB), OK, "--cache-images disk"),
+        (doctor.judge_memory(64 * GB), OK, "at 320 px"),
+        (doctor.judge_memory(256 * GB), OK, "at 320 and 640 px"),
+        (doctor.judge_shared_memory(64 * 10**6), SLOW, "--shm-size"),
+        (doctor.judge_shared_memory(None), SLOW, "--fast"),
+        (doctor.judge_shared_memory(16 * GB), OK, ""),
+        (doctor.judge_disk(100 * GB, "."), OK, ""),
+        (doctor.judge_disk(20 * GB, "."), SLOW, "60 GB"),
+        (doctor.judge_disk(10**8, "."), WRONG, "make room"),
+        (doctor.judge_pinned(None, True), OK, ""),
+        (doctor.judge_pinned(8 * 10**6, None), OK, ""),
+        (doctor.judge_pinned(8 * 10**6, False), SLOW, "memlock"),
+        (doctor.judge_compiler("3.8.0", "/usr/bin/gcc", True, True), OK, ""),
+        (doctor.judge_compiler("3.8.0", None, True, True), SLOW, "without a C compiler"),
+        (doctor.judge_compiler("3.8.0", "/usr/bin/gcc", False, True), SLOW, "python3-dev"),
+        (doctor.judge_compiler(None, None, False, False), OK, "with a GPU only"),
+        (doctor.judge_version("numpy", "2.4.6"), OK, ""),
+        (doctor.judge_version("numpy", "3.0.0"), OK, "newer than tested"),
+        (doctor.judge_version("torch", "2.3.1+cu121"), WRONG, "requirements.txt"),
+        (doctor.judge_version("cv2", None), WRONG, "requirements.txt"),
+    ],
+)
+def test_verdicts(row, verdict, words):
+    assert row.verdict == verdict and words in row.advice
+    assert bool(row.advice) == bool(words), "advice where there is something to do"
+
+
+def test_rates_are_the_smaller_of_gpu_and_cores(monkeypatch):
+    monkeypatch.setattr(doctor.roofline, "rate", lambda *job: 3000.0)
+    many, few = (list(doctor.expected_rates("NVIDIA GeForce RTX 5090", cores))[1:] for cores in (16, 2))
+    assert len(many) == 4
+    assert many[0] == "| yolov7-tiny 320 px batch 384 | 3000 | 10000 | 1.1 h | GPU |"
+    assert few[0] == "| yolov7-tiny 320 px batch 384 | 3000 | 1250 | 2.6 h | cores: 5 keep the GPU busy |"
+    assert many[3].endswith("| cores: 19 keep the GPU busy |"), "640 px"
+    assert "not in the model" in list(doctor.expected_rates("Quadro K600", 2))[1]
+    assert "no GPU" in list(doctor.expected_rates(None, 2))[1]
+
+
+@pytest.mark.parametrize(("verdict", "status"), [(SLOW, 0), (WRONG, 1)])
+def test_status(verdict, status, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(doctor, "judge_disk", lambda *found: doctor.Row("disk", "full", verdict, "make room"))
+    monkeypatch.setattr(doctor, "expected_rates", lambda *found: ["rates"])
+    with pytest.raises(SystemExit) as end:
+        doctor.main(Namespace(folder=str(tmp_path)))
+    out = capsys.readouterr().out
+    assert end.value.code == status and f"| disk | full | {verdict} | make room |" in out
+    assert ("Training is not possible: disk." in out) == (verdict == WRONG)
+    assert len([line for line in out.splitlines() if line.startswith("|")]) >= 11
+
+
+def test_a_folder_that_is_not_there():
+    with pytest.raises(OSError, match="missing"):
+        doctor.main(Namespace(folder="missing"))
