@@ -29,7 +29,6 @@ from utils.system.memory import SHARED_MEMORY, available_memory, describe_bytes 
 
 OK, SLOW, WRONG = "ok", "slow", "WRONG"
 GB = 10**9
-OLDER_BUILD = "pip install torch torchvision --index-url https://download.pytorch.org/whl/cu128"
 SAMPLE_MS = {320: 1.6, 640: 6.2}  # CPU time of a training image by its side, the GPU finishing it (--fast)
 COCO_IMAGES = 118_287
 CACHE_BYTES = {320: 27 * GB, 640: 108 * GB}  # of COCO in memory (--cache-images)
@@ -61,7 +60,7 @@ def judge_driver(torch_cuda, driver_cuda, driver, works):
         return Row(thing, found, WRONG, "this torch knows no GPU: pip install --force-reinstall torch torchvision")
     if int(torch_cuda.split(".")[0]) > driver_cuda[0]:
         return Row(thing, found, WRONG, f"the driver is too old: rent a machine with cuda_max_good>={torch_cuda}, or "
-                   f"install a build for an older CUDA: {OLDER_BUILD}")  # fmt: skip
+                   f"install a build for an older CUDA, see VAST_SETUP.md")  # fmt: skip
     if not works:
         return Row(thing, found, WRONG, "torch finds no GPU: does CUDA_VISIBLE_DEVICES hide it? was the container "
                    "started with --gpus all?")  # fmt: skip
@@ -105,10 +104,9 @@ def judge_memory(available):
     found = f"{describe_bytes(available)} available"
     if available < 4 * GB:
         return Row("memory", found, SLOW, "workers may be killed: at most --workers 2, no --cache-images")
-    caches = [side for side, size in CACHE_BYTES.items() if available > 1.2 * size]
-    if not caches:
-        return Row("memory", found, OK, "COCO does not fit: --cache-images disk keeps decoded images in a file")
-    return Row("memory", found, OK, f"--cache-images: COCO fits at {' and '.join(map(str, caches))} px")
+    fits = " and ".join(str(side) for side, size in CACHE_BYTES.items() if available > 1.2 * size)
+    advice = f"--cache-images: COCO fits at {fits} px" if fits else "COCO does not fit: --cache-images disk uses a file"
+    return Row("memory", found, OK, advice)
 
 
 def judge_shared_memory(size):
