@@ -38,15 +38,13 @@ PIN_BYTES = 256 * 10**6  # more than three batches of 64 images at 640 px
 
 
 class Row(NamedTuple):
-    """One line of the table."""
-
     thing: str
     found: str
     verdict: str = OK
     advice: str = ""
 
 
-# Probes: each is given what was found, and judges it
+# Each is given what was found, and judges it
 
 
 def judge_driver(torch_cuda, driver_cuda, driver, works):
