@@ -44,9 +44,6 @@ class Row(NamedTuple):
     advice: str = ""
 
 
-# Each is given what was found, and judges it
-
-
 def judge_driver(torch_cuda, driver_cuda, driver, works):
     """`torch_cuda` "13.0" or None, `driver_cuda` (13, 0) or None, the `driver`'s version, whether a GPU `works`."""
     thing, built = "GPU and driver", f"torch for CUDA {torch_cuda}" if torch_cuda else "torch without CUDA"
