@@ -129,7 +129,7 @@ def open_folder(out, coco, side, fit):
     if (found := read_json(out / STAMP)) != wanted:
         raise ValueError(f"{printable(out)} was made with {shown(found)}, now {shown(wanted)} is asked for: "
                          "name another folder with --out, or delete it")  # fmt: skip
-    folder_lock.own(out, "wait until it is finished, or name another folder with --out")
+    folder_lock.own(out, "name another folder with --out")
 
 
 def check_sources(split, tasks, side, out):
