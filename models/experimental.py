@@ -45,13 +45,16 @@ def _load(path):
     return rebuild(stored, path)
 
 
-def attempt_load(weights, map_location=None):
-    """The fused model of a checkpoint, ready for inference on `map_location`; a list of paths gives an Ensemble.
+def attempt_load(weights, map_location=None, fuse=True):
+    """The model of a checkpoint, ready for inference on `map_location`; a list of paths gives an Ensemble.
+
+    `fuse` folds its batch norms and the like, which makes it faster and unfit for training.
 
     Raises ValueError, naming the file, for anything that is not a readable YOLOv7 checkpoint.
     """
     paths = weights if isinstance(weights, (list, tuple)) else [weights]
-    models = [_load(path).fuse().eval().to(map_location) for path in paths]
+    models = [_load(path) for path in paths]
+    models = [(model.fuse() if fuse else model).eval().to(map_location) for model in models]
     if len(models) == 1:
         return models[0]
     ensemble = Ensemble(models)

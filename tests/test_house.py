@@ -18,11 +18,11 @@ FLOORS = (
     ("utils.head_config", "utils.data", "utils.loss", "utils.metrics"),
     ("utils.data.fast", "utils.plots", "utils.export"),
     ("utils.datasets",),
-    ("utils.engine", "utils.loggers"),
+    ("utils.engine", "utils.loggers", "utils.detect"),
     ("models", "utils.fast"),
     ("utils.run",),
     ("utils.general", "utils.torch_utils"),
-    ("test", "export", "tools"),
+    ("test", "detect", "export", "hubconf", "tools"),
     ("train",),
 )
 FLOOR = {package: floor for floor, packages in enumerate(FLOORS) for package in packages}

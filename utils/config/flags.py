@@ -1,4 +1,4 @@
-"""Every flag of train.py, test.py and export.py, one row each.
+"""Every flag of train.py, test.py, detect.py and export.py, one row each.
 
 The parsers, the checks, --resume, opt.yaml, the staged approval and the table in README.md all read these rows. A new
 flag is a new row; the code that it is for finds its value in the options, under `dest`.
@@ -252,4 +252,38 @@ EXPORT_FLAGS = _table([
     IDLE,
     Flag("--fp16", "CoreML only"),
     Flag("--int8", "CoreML only"),
+])  # fmt: skip
+DETECT_FLAGS = _table([
+    "what to detect",
+    Flag("--weights", "checkpoint; several form an ensemble", ["yolov7.pt"], nargs="+"),
+    Flag("--source", "images, videos, folders, globs, a camera number, stream addresses, or a .txt with one of those "
+         "a line", ["inference/images"], nargs="+"),
+    Flag("--img-size", "long side of the network's input, pixels", 640, int, SIDE),
+    Flag("--conf-thres", "smallest confidence that counts", 0.25, float, SHARE),
+    Flag("--iou-thres", "IoU above which NMS removes a box", 0.45, float, SHARE),
+    Flag("--classes", "only these class ids", None, int, at_least(0), nargs="+"),
+    Flag("--agnostic-nms", "boxes of different classes suppress each other"),
+    Flag("--augment", "test-time augmentation"),
+    "machine",
+    Flag("--device", "cpu or 0; empty: the first GPU, else the CPU", ""),
+    Flag("--batch-size", "images of a file source that go through the network at once", 1, int, at_least(1)),
+    Flag("--half", "half precision; default on a GPU, where it works", None, action=argparse.BooleanOptionalAction),
+    "what is written",
+    Flag("--nosave", "draw no images and videos"),
+    Flag("--view-img", "show every image in a window; q ends"),
+    Flag("--save-txt", "write the detections of each image or frame to labels/*.txt"),
+    Flag("--save-conf", "add the confidence to --save-txt"),
+    Flag("--save-csv", "write all detections to detections.csv"),
+    Flag("--save-json", "write all detections to detections.json, in COCO's result format"),
+    Flag("--save-crop", "write every detected object to crops/<class>"),
+    Flag("--show-counts", "draw the number of objects of each class"),
+    Flag("--hide-labels", "draw boxes without names"),
+    Flag("--hide-conf", "draw names without confidences"),
+    Flag("--line-thickness", "pixels; 0: by the size of the image", 0, int, at_least(0), metavar="PX"),
+    Flag("--project", "folder of all detections", "runs/detect"),
+    Flag("--name", "folder of this one; a number is appended if it exists", "exp"),
+    Flag("--exist-ok", "write into the folder even if it exists"),
+    IDLE,
+    Flag("--update", "stock: strip the checkpoint"),
+    Flag("--no-trace", "nothing is traced here"),
 ])  # fmt: skip

@@ -8,7 +8,7 @@ import yaml
 
 from utils.config import resize_schedule
 from utils.config.data_yaml import read_yaml
-from utils.config.flags import EXPORT_FLAGS, IDLE, TEST_FLAGS, TRAIN_FLAGS, Flag
+from utils.config.flags import DETECT_FLAGS, EXPORT_FLAGS, IDLE, TEST_FLAGS, TRAIN_FLAGS, Flag
 from utils.system.files import atomic_write, shown
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,11 @@ def test_parser() -> argparse.ArgumentParser:
 def export_parser() -> argparse.ArgumentParser:
     """The command line of export.py."""
     return _parser("export.py", "Write a YOLOv7 detector as files for other runtimes.", EXPORT_FLAGS)
+
+
+def detect_parser() -> argparse.ArgumentParser:
+    """The command line of detect.py."""
+    return _parser("detect.py", "Detect objects in images, videos and streams.", DETECT_FLAGS)
 
 
 def _parser(name, description, flags):
@@ -141,6 +146,12 @@ def check_export_options(opt: argparse.Namespace) -> None:
     opt.end2end = opt.end2end or opt.include_nms
     if opt.fp16 or opt.int8:
         logger.warning("--fp16 and --int8 are for CoreML, which is not written here; the files are float32")
+
+
+def check_detect_options(opt: argparse.Namespace) -> None:
+    """Raise ValueError for a value that no detection could use."""
+    check_ranges(opt, DETECT_FLAGS)
+    _check_run_name(opt)
 
 
 def check_ranges(opt: argparse.Namespace, flags: dict[str, Flag]) -> None:

@@ -32,9 +32,14 @@ class TextFiles:
 
     def add(self, path, detections, image_shape):
         """Write `detections` [k x 6: x1, y1, x2, y2, confidence, class], pixels of the image of (height, width)."""
-        height, width = image_shape
-        boxes = xyxy2xywh(detections[:, :4]) / detections.new_tensor([width, height, width, height])
-        with atomic_write(self.files[str(path)], "w") as file:
-            for (*_, confidence, class_id), box in zip(detections.tolist(), boxes.tolist(), strict=True):
-                columns = (class_id, *box, confidence) if self.with_confidence else (class_id, *box)
-                file.write(" ".join(f"{value:g}" for value in columns) + "\n")
+        write_rows(self.files[str(path)], detections, image_shape, self.with_confidence)
+
+
+def write_rows(path, detections, image_shape, with_confidence=False):
+    """Write a text file of `detections` [k x 6, as in `TextFiles.add`], a line each, in place of an older one."""
+    height, width = image_shape
+    boxes = xyxy2xywh(detections[:, :4]) / detections.new_tensor([width, height, width, height])
+    with atomic_write(path, "w") as file:
+        for (*_, confidence, class_id), box in zip(detections.tolist(), boxes.tolist(), strict=True):
+            columns = (class_id, *box, confidence) if with_confidence else (class_id, *box)
+            file.write(" ".join(f"{value:g}" for value in columns) + "\n")

@@ -1,7 +1,8 @@
-"""Grids of images with their boxes: what the network sees, what it should find, what it found."""
+"""Images with their boxes: grids of what the network sees, should find and found; single ones of a detection."""
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -91,6 +92,39 @@ def output_to_targets(output: Sequence[torch.Tensor], width: int, height: int) -
     return np.concatenate(rows)
 
 
+@dataclass(frozen=True)
+class BoxStyle:
+    """How `draw_detections` draws: line width in pixels (0: by the size of the image), names, confidences."""
+
+    line_width: int = 0
+    with_names: bool = True
+    with_confidence: bool = True
+
+
+def draw_detections(
+    image: np.ndarray, detections: torch.Tensor, names: Sequence[str] | dict | None, style: BoxStyle = BoxStyle(),
+    caption: str = "",
+) -> np.ndarray:  # fmt: skip
+    """A copy of `image` [h x w x 3, uint8, BGR] with its boxes, the best one on top, and a `caption` in its corner.
+
+    detections [k x 6: x1, y1, x2, y2, confidence, class] in pixels of the image, best first.
+    """
+    picture = Image.fromarray(np.ascontiguousarray(image[..., ::-1]))
+    draw = ImageDraw.Draw(picture)
+    line = style.line_width or _line_width(*picture.size)
+    for *box_xyxy, confidence, class_id in reversed(_array(detections).tolist()):
+        text = class_name(names, class_id) if style.with_names else ""
+        text += f" {confidence:.2f}" if style.with_names and style.with_confidence else ""
+        _draw_box(draw, box_xyxy, class_id, text, line)
+    if caption:
+        _draw_text(draw, (0, 0), drawable(caption), BACKGROUND)
+    return np.ascontiguousarray(np.asarray(picture)[..., ::-1])
+
+
+def _line_width(width, height):
+    return max(2, round((width + height) / 400))
+
+
 def _array(values):
     return values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
 
@@ -113,13 +147,20 @@ def _to_pil(image):
 def _draw_boxes(draw, rows, names):
     """Boxes and class names of one image; rows [n x 6 or 7] as in plot_images. Non-finite boxes are left out."""
     width, height = draw.im.size
-    line = max(2, round((width + height) / 400))
+    line = _line_width(width, height)
     rows = rows[np.isfinite(rows[:, :6]).all(axis=1)]
-    for row, (x1, y1, x2, y2) in zip(rows, xywhn2xyxy(rows[:, 2:6], width, height), strict=True):
-        colour = PALETTE[int(row[1]) % len(PALETTE)]
-        draw.rectangle((min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2)), outline=colour, width=line)
+    for row, box_xyxy in zip(rows, xywhn2xyxy(rows[:, 2:6], width, height), strict=True):
         confidence = f" {row[6]:.2f}" if len(row) > 6 else ""
-        _draw_text(draw, (x1, y1), class_name(names, row[1]) + confidence, colour, above=True)
+        _draw_box(draw, box_xyxy, row[1], class_name(names, row[1]) + confidence, line)
+
+
+def _draw_box(draw, box_xyxy, class_id, text, line):
+    """A box in the colour of its class, with `text` above it, if there is any."""
+    x1, y1, x2, y2 = box_xyxy
+    colour = PALETTE[int(class_id) % len(PALETTE)]
+    draw.rectangle((min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2)), outline=colour, width=line)
+    if text:
+        _draw_text(draw, (x1, y1), text, colour, above=True)
 
 
 def _draw_text(draw, corner, text, fill, above=False):
