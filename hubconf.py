@@ -35,7 +35,7 @@ def custom(path_or_model="path/to/model.pt", autoshape=True, path=None):
 
 
 def create(name, pretrained=False, channels=3, classes=80, autoshape=True):
-    """The model of cfg/training/<name>.yaml; `pretrained` takes what fits of <name>.pt, here or in the project's folder.
+    """The model of cfg/training/<name>.yaml; `pretrained` takes what fits of <name>.pt here or in the project's folder.
 
     Nothing is downloaded: ValueError where that file is missing, and for an unknown name.
     """

@@ -5,7 +5,7 @@ import os
 import re
 import urllib.parse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -44,8 +44,8 @@ class Frame:
     """
 
     item: Item
-    image: np.ndarray = NOTHING
-    pixels: np.ndarray = NOTHING
+    image: np.ndarray = field(default_factory=lambda: NOTHING)
+    pixels: np.ndarray = field(default_factory=lambda: NOTHING)
     number: int = 0
     is_last: bool = True
     fault: str = ""
