@@ -140,7 +140,10 @@ def save_class_ap(scores, names, path):
 
 
 def main(opt):
-    """The tasks of the command line: score one split; `speed`: time each of the weights; `study`: many image sizes."""
+    """The tasks of the command line: score one split; `speed`: time each of the weights; `study`: many image sizes.
+
+    Returns P, R, mAP@.5, mAP@.5:.95, box, obj, cls loss of a split, None for a series.
+    """
     check_test_options(opt)
     opt.data = check_file(opt.data)
     split = opt.task if opt.task in SPLITS else "val"
@@ -153,6 +156,7 @@ def main(opt):
         if getattr(opt, name):  # each score would write over the one before
             logger.warning("--%s has no effect with --task %s", name.replace("_", "-"), opt.task)
             setattr(opt, name, None)
+    results = None
     thresholds = {"conf_thres": opt.conf_thres, "iou_thres": opt.iou_thres}
     if opt.task == "speed":
         for weights in opt.weights:
@@ -161,9 +165,10 @@ def main(opt):
         study(opt, data, thresholds)
     else:
         wants_json = opt.save_json or data.is_coco
-        score(opt, opt.weights, data, image_size=opt.img_size, save_json=wants_json, **thresholds)
+        results, _ = score(opt, opt.weights, data, image_size=opt.img_size, save_json=wants_json, **thresholds)
     wait_for_background()
     logger.info("Results saved to %s", opt.save_dir)
+    return results
 
 
 def study(opt, data, thresholds):

@@ -1,4 +1,4 @@
-"""A detector of random weights that finds something, pictures and films for it, and a camera on the loopback address."""
+"""A detector of random weights that finds something, pictures and films for it, a camera on the loopback address."""
 
 import threading
 import time

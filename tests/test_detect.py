@@ -76,7 +76,8 @@ def test_the_rows_of_test_py(tmp_path, monkeypatch, flags, options, model):
 
     monkeypatch.setattr(evaluate, "non_max_suppression", best_class)
     line = ["--weights", str(path), "--data", str(data), "--img", "64", "--device", "cpu", "--save-txt", "--save-conf",
-            "--project", str(tmp_path), "--name", "scored", *LOW, *(["--augment"] * ("--augment" in flags))]  # fmt: skip
+            "--project", str(tmp_path), "--name", "scored", *LOW,
+            *(flags if "--augment" in flags else ())]  # fmt: skip
     with small_run.drawing(False):
         scorer.main(parser_of_test().parse_args(line))
     folder, status = run(path, tmp_path / "padded", tmp_path, "--img", "96", "--save-txt", "--save-conf", *LOW, *flags)

@@ -1,0 +1,57 @@
+"""What --source means, and what its results are called."""
+
+import pytest
+
+from utils.detect.names import find_items
+
+
+def names(items):
+    return [(item.kind, item.name) for item in items]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in ("a.JPG", "clip.mp4", "notes.txt", "deep/b.png", "deep/c.png", "odd[1]/d.jpg"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("sources", "expected"),
+    [
+        (["."], [("image", "a"), ("video", "clip")]),
+        (["deep/*.png", "clip.mp4"], [("image", "b"), ("image", "c"), ("video", "clip")]),
+        (["**/*.png", "deep"], [("image", "b"), ("image", "c")]),
+        (["odd[1]"], [("image", "d")]),
+        (["a.JPG", "a.JPG"], [("image", "a")]),
+        (["0"], [("stream", "camera_0")]),
+        (["RTSP://me:secret@host:554/one", "rtsp://host/x?y=1"], [("stream", "rtsp_host_554_one"),
+                                                                  ("stream", "rtsp_host_x_y_1")]),
+        (["rtsp://a@host/one", "rtsp://b@host/one"], [("stream", "rtsp_host_one"), ("stream", "rtsp_host_one-2")]),
+    ],
+)  # fmt: skip
+def test_items(folder, sources, expected):
+    assert names(find_items(sources)) == expected
+
+
+def test_lists_of_streams_and_of_files(folder):
+    (folder / "cameras.txt").write_text("# two\n0\n\n1\r\nrtsp://host/one\n")
+    assert [item.path for item in find_items(["cameras.txt"])] == ["0", "1", "rtsp://host/one"]
+    (folder / "deep" / "files.txt").write_text("b.png\na.JPG\n")
+    assert [item.path for item in find_items(["deep/files.txt"])] == ["a.JPG", "deep/b.png"]
+    for content, message in (("", "is empty"), ("cameras.txt", "a list holds no lists")):
+        (folder / "bad.txt").write_text(content)
+        with pytest.raises(ValueError, match=message):
+            find_items(["bad.txt"])
+
+
+def test_passwords_are_not_shown(folder):
+    (item,) = find_items(["rtsp://me:secret@host:554/one"])
+    assert item.label == "rtsp://host:554/one" and item.path == "rtsp://me:secret@host:554/one"
+
+
+def test_a_frame_and_an_image_never_share_a_file(folder):
+    (folder / "clip_7.png").touch()
+    assert names(find_items(["clip_7.png", "clip.mp4"])) == [("image", "clip_7"), ("video", "clip.mp4")]

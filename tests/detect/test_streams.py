@@ -1,0 +1,55 @@
+"""Streams on the loopback address: several at a time, lost and found, in their own time."""
+
+import logging
+import time
+
+import numpy as np
+import torch
+
+from tests.detect_cases import camera, frames_of, picture
+from utils.detect.names import Frame, Item, find_items
+from utils.detect.streams import StreamSource
+from utils.detect.writers import Pictures
+
+NONE = torch.zeros(0, 6)
+
+
+def test_two_streams_one_of_which_comes_back(caplog):
+    caplog.set_level(logging.INFO)
+    with camera([10, 10_000]) as (first, connections), camera([10_000]) as (second, _):
+        source = StreamSource(find_items([first, second]), lambda image: image.transpose(2, 0, 1))
+        shades = {first: set(), second: set()}
+        for batch in source:
+            for frame in batch:
+                shades[frame.item.path].add(round(int(frame.image.mean()) / 40))
+            if len(shades[first]) > 1:
+                source.close()
+    assert len(connections) == 2 and shades == {first: {1, 2}, second: {1}}
+    assert [text for text in caplog.messages if first in text][:2] == [
+        f"{first} is lost; it is opened again when it comes back", f"{first} is back",
+    ]  # fmt: skip
+    assert not any(reader.is_alive() for reader in source.readers)
+
+
+def test_a_slow_reader_gets_the_newest_image():
+    with camera([10_000], pause=0.01) as (address, _):
+        source = StreamSource(find_items([address]), lambda image: image)
+        times = []
+        for (frame,) in source:
+            times.append(time.monotonic() - frame.seconds)
+            time.sleep(0.2)
+            if len(times) == 4:
+                source.close()
+    assert len(times) <= 5 and max(times[1:]) < 0.2, "older images are dropped, not queued"
+
+
+def test_a_stream_is_written_in_its_own_time(tmp_path):
+    """Images after 0, 0.1 and 0.5 s, and 30 s later: a second of them is filled."""
+    item = Item("rtsp://host/x", "stream", "x", "x", fps=20.0, num_frames=0)
+    pictures = Pictures(tmp_path, ["red"])
+    for number, seconds in enumerate((100.0, 100.1, 100.5, 130.5), 1):
+        frame = Frame(item, picture(number), np.zeros(0), number, is_last=False, seconds=seconds)
+        pictures.add(frame, NONE)
+    pictures.close()
+    count, fps = frames_of(tmp_path / "x.mp4")
+    assert fps == 20 and abs(count - (10 + 20 + 1)) <= 1
