@@ -20,6 +20,10 @@ SMALL = {  # options, and patterns of what they have to print
         "--images 8 --img 64 --batch 4 --repeats 1 --workers 1 --candidates 20 --device cpu",
         [r"\| reference \|", r"\| fast \|", *(rf"fast, by part.* {part} \d" for part in PARTS)],
     ),
+    "tests/bench_detect.py": (
+        "--images 6 --img 64 --batch 4 --repeats 1 --candidates 20 --device cpu --save",
+        [r"\| one by one \|", r"\| detect.py, batch 1 \|", r"\| detect.py, batch 4 \|"],
+    ),
     "tests/bench_heads.py": ("--batch 1 --img 64 --device cpu", [r"\| one head \|", r"\| four heads \|"]),
     "tools/bench_loader.py": (
         "--images 12 --img 64 --batch 4 --workers 2 --epochs 1 --repeats 1 --loaders reference fast-dataloader",

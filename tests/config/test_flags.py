@@ -2,9 +2,9 @@
 
 import pytest
 
-from utils.config.flags import EXPORT_FLAGS, KEPT, MACHINE, START, STAYS, TEST_FLAGS, TRAIN_FLAGS, Flag
+from utils.config.flags import DETECT_FLAGS, EXPORT_FLAGS, KEPT, MACHINE, START, STAYS, TEST_FLAGS, TRAIN_FLAGS, Flag
 from utils.config.limits import at_least
-from utils.config.options import check_train_options, load_options, save_options, train_parser
+from utils.config.options import check_train_options, detect_parser, load_options, save_options, train_parser
 from utils.system.files import PROJECT_ROOT
 
 MARKS = {KEPT: "", STAYS: "*", MACHINE: "+", START: ""}
@@ -19,7 +19,7 @@ def readme_lines():
     groups = {}
     for flag in TRAIN_FLAGS.values():
         groups.setdefault(flag.group.partition(" (")[0], []).append(f"`{flag.name}`{MARKS[flag.resume]}")
-    for program, flags in (("test", TEST_FLAGS), ("export", EXPORT_FLAGS)):
+    for program, flags in (("test", TEST_FLAGS), ("detect", DETECT_FLAGS), ("export", EXPORT_FLAGS)):
         groups[f"`{program}.py`"] = [f"`{flag.name}`" for flag in flags.values()]
     return [f"| {group} | {' '.join(flags)} |" for group, flags in groups.items()]
 
@@ -63,6 +63,21 @@ def test_what_only_changes_speed_can_be_turned_off():
 def test_negative_forms_take_no_abbreviation_away():
     opt = parsed("--not --nos --noa --fast-l --fast-d")
     assert opt.notest and opt.nosave and opt.noautoanchor and opt.fast_loss and opt.fast_dataloader and not opt.fast
+
+
+def test_the_words_of_tutorials_for_detect_py():
+    """Stock's flags, and the abbreviations in use, mean what they mean there."""
+    defaults = detect_parser().parse_args([])
+    assert vars(defaults).items() >= {
+        "weights": ["yolov7.pt"], "source": ["inference/images"], "img_size": 640, "conf_thres": 0.25,
+        "iou_thres": 0.45, "device": "", "classes": None, "project": "runs/detect", "name": "exp", "half": None,
+    }.items()  # fmt: skip
+    line = ("--weights a.pt b.pt --source x --img 320 --conf 0.4 --iou 0.5 --device 0 --view --save-txt --save-conf "
+            "--nosave --class 0 2 --agnostic --aug --update --project p --name n --exist --no-half")  # fmt: skip
+    opt = detect_parser().parse_args(line.split())
+    assert (opt.weights, opt.img_size, opt.conf_thres, opt.iou_thres) == (["a.pt", "b.pt"], 320, 0.4, 0.5)
+    assert opt.classes == [0, 2] and opt.half is False and opt.view_img and opt.agnostic_nms and opt.exist_ok
+    assert detect_parser().parse_args(["--half"]).half is True
 
 
 def test_opt_in_paths_have_a_stage_of_the_approval():

@@ -1,0 +1,144 @@
+"""Detection from files to rows: detect.py beside a loop that takes one image after the other.
+
+    python tests/bench_detect.py [--images 1000] [--batch 32] [--weights best.pt] [--device 0] [--save]
+
+JPEGs of 640 x 480 (copies of 250 drawn ones). Without --weights the model is an untrained yolov7-tiny whose objectness
+is shifted until an image has about --candidates boxes above the threshold, .001. The loop reads with OpenCV,
+letterboxes, copies to the device, runs the fused network (half precision on a GPU) and the NMS of this project, and
+with --save draws and writes: what a straightforward program does, nothing ahead of time.
+Both sides run once to warm up, then in turns, --repeats times; medians with the extremes of images a second.
+"""
+
+import argparse
+import logging
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import cv2
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from models.experimental import attempt_load  # noqa: E402
+from models.yolo import Model  # noqa: E402
+from tests.bench_val import shift_objectness  # noqa: E402
+from tools.bench_loader import write_images  # noqa: E402
+from utils.detect import writers  # noqa: E402
+from utils.detect.loop import detect  # noqa: E402
+from utils.detect.names import find_items  # noqa: E402
+from utils.detect.predict import Predictor, Thresholds  # noqa: E402
+from utils.detect.sources import FileSource, prepare  # noqa: E402
+from utils.ops.boxes import scale_coords  # noqa: E402
+from utils.ops.nms import non_max_suppression  # noqa: E402
+from utils.plots.images import draw_detections  # noqa: E402
+
+THRESHOLDS = Thresholds(0.001, 0.45)
+
+
+def make_weights(path, items, candidates):
+    """An untrained yolov7-tiny that finds something on the first images."""
+    torch.manual_seed(0)
+    model = Model(ROOT / "cfg/training/yolov7-tiny.yaml").eval()
+    squares = [cv2.resize(cv2.imread(item.path), (640, 640)) for item in items[:4]]
+    images = torch.stack([torch.from_numpy(prepare(square, 640, 32)) for square in squares])
+    shift_objectness(model, images, candidates)
+    torch.save({"model": model}, path)
+    return path
+
+
+@torch.inference_mode()
+def one_by_one(model, items, names, folder, size):
+    """Rows of all images [k x 6], by the simple loop."""
+    weight, found = next(model.parameters()), []
+    for item in items:
+        image = cv2.imread(item.path)
+        pixels = torch.from_numpy(prepare(image, size, 32)).to(weight.device)
+        pixels = pixels.to(weight.dtype)[None] / 255
+        rows = non_max_suppression(model(pixels)[0], THRESHOLDS.confidence, THRESHOLDS.iou)[0]
+        found.append(scale_coords(pixels.shape[2:], rows, image.shape[:2]).cpu())
+        if folder:
+            cv2.imwrite(str(folder / f"{item.name}.jpg"), draw_detections(image, found[-1], names))
+    return found
+
+
+class Kept:
+    """A writer that keeps the rows."""
+
+    def __init__(self):
+        self.found = {}
+
+    def add(self, frame, detections):
+        self.found[frame.name] = detections
+
+    def close(self):
+        pass
+
+
+def pipeline(predictor, items, names, folder, size, batch):
+    """Rows of all images [k x 6], by the parts of detect.py."""
+    kept = Kept()
+    sinks = [kept, writers.Pictures(folder, names)] if folder else [kept]
+    source = FileSource(items, partial(prepare, size=size, stride=32), batch)
+    detect(source, predictor, names, sinks, num_items=len(items))
+    return [kept.found[item.name] for item in items]
+
+
+def main():
+    options = parse()
+    logging.disable(logging.INFO)
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    with tempfile.TemporaryDirectory() as place:
+        items = find_items([str(write_images(Path(place), options.images))])
+        weights = options.weights or make_weights(Path(place) / "tiny.pt", items, options.candidates)
+        model = attempt_load(weights, map_location=device)
+        predictor, names = Predictor(model, THRESHOLDS, None), list(model.names)
+        folder = Path(place) / "drawn" if options.save else None
+        if folder:
+            folder.mkdir()
+        sides = {"one by one": partial(one_by_one, model, items, names, folder, options.img)}
+        for batch in dict.fromkeys((1, options.batch)):
+            sides[f"detect.py, batch {batch}"] = partial(pipeline, predictor, items, names, folder, options.img, batch)
+        rates, rows = {name: [] for name in sides}, {}
+        for repeat in range(options.repeats + 1):
+            for name, side in sides.items():
+                start = time.perf_counter()
+                rows[name] = sum(map(len, side()))
+                if repeat:  # the first one warms up
+                    rates[name].append(len(items) / (time.perf_counter() - start))
+    show(options, device, rates, rows)
+
+
+def show(options, device, rates, rows):
+    machine = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    print(f"{machine}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}")
+    print(f"{options.images} images, {options.img} px, saved: {options.save}\n")
+    print("| side | img/s | times | rows |\n|---|---|---|---|")
+    base = statistics.median(rates["one by one"])
+    for name, values in rates.items():
+        middle = statistics.median(values)
+        spread = f"{min(values):.1f}-{max(values):.1f}"
+        print(f"| {name} | {middle:.1f} ({spread}) | {middle / base:.2f} | {rows[name]} |")
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=int, default=1000)
+    parser.add_argument("--img", type=int, default=640)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--weights", default="", help="a checkpoint instead of an untrained yolov7-tiny")
+    parser.add_argument("--candidates", type=int, default=300, help="an image, of the untrained model")
+    parser.add_argument("--save", action="store_true", help="draw and write the images too")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", default="")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
