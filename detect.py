@@ -10,7 +10,7 @@ from pathlib import Path
 
 import cv2
 
-from models.experimental import attempt_load
+from models.experimental import Ensemble, attempt_load
 from utils.config.data_yaml import read_yaml
 from utils.config.options import check_detect_options, check_img_size, detect_parser
 from utils.detect import writers
@@ -40,27 +40,36 @@ def open_writers(opt, folder, names):
     if opt.save_csv:
         chosen.append(writers.CsvFile(folder / "detections.csv", names))
     if opt.save_json:
-        coco_names = read_yaml(PROJECT_ROOT / "data" / "coco.yaml")["names"]
-        ids = COCO_CATEGORY_IDS if list(names) == list(coco_names) else range(len(names))
-        chosen.append(writers.JsonFile(folder / "detections.json", names, ids))
+        chosen.append(writers.JsonFile(folder / "detections.json", names, category_ids(names)))
     if opt.save_crop:
         chosen.append(writers.Crops(folder / "crops", names))
     return chosen, pictures
 
 
-def check_classes(classes, names):
-    """Raise ValueError for a class that the detector does not know."""
-    for class_id in classes or ():
+def category_ids(names):
+    """The category id of each class in a json: COCO's own for a detector of COCO's 80 classes, else the class id."""
+    coco = read_yaml(PROJECT_ROOT / "data" / "coco.yaml")["names"]
+    return COCO_CATEGORY_IDS if list(names) == coco else list(range(len(names)))
+
+
+def check_classes(models, names, opt):
+    """Raise ValueError for models of different classes, and for a class that they do not know."""
+    counts = sorted({model.model[-1].nc for model in models} | {len(names)})
+    if len(counts) > 1:
+        raise ValueError(f"--weights {' '.join(opt.weights)}: numbers of classes and names differ "
+                         f"({', '.join(map(str, counts))}); an ensemble needs equal classes")  # fmt: skip
+    for class_id in opt.classes or ():
         if class_id >= len(names):
             raise ValueError(f"--classes {class_id}: the detector knows the classes 0 to {len(names) - 1}")
 
 
 def open_predictor(opt):
-    """The network of the weights, ready to detect; names and stride of its last model."""
+    """The network of the weights, ready to detect; the names of its last model, the largest stride."""
     model = attempt_load(opt.weights, map_location=select_device(opt.device))
-    names, stride = model.names, max(int(model.stride.max()), 32)
+    models, names = list(model) if isinstance(model, Ensemble) else [model], model.names
+    stride = max(32, *(int(part.stride.max()) for part in models))
     names = [names[k] for k in sorted(names)] if isinstance(names, dict) else list(names)
-    check_classes(opt.classes, names)
+    check_classes(models, names, opt)
     thresholds = Thresholds(opt.conf_thres, opt.iou_thres, opt.classes, opt.agnostic_nms)
     return Predictor(model, thresholds, opt.half, opt.augment), names, stride
 

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import detect
 import test as scorer
 from tests import small_run
 from tests.detect_cases import camera, frames_of, line_of, picture, run, write_film, write_weights
+from utils.config.data_yaml import read_yaml
 from utils.config.options import test_parser as parser_of_test
 from utils.engine import evaluate
 from utils.ops.nms import non_max_suppression
@@ -118,6 +120,17 @@ def test_ensembles(weights, images, tmp_path):
     assert status == 0 and len(list((folder / "labels").iterdir())) == 5
 
 
+def test_an_ensemble_of_other_classes_is_refused(weights, images, tmp_path):
+    other = write_weights(tmp_path / "other.pt", nc=1)
+    with pytest.raises(ValueError, match=r"numbers of classes and names differ \(1, 2\)"):
+        run(weights, images, tmp_path, "--weights", str(weights), str(other))
+
+
+def test_category_ids_of_coco_itself():
+    names = read_yaml(PROJECT_ROOT / "data" / "coco.yaml")["names"]
+    assert detect.category_ids(names)[-1] == 90 and detect.category_ids(names[:3]) == [0, 1, 2]
+
+
 # ---- files --------------------------------------------------------------------------------------------------------
 
 
@@ -201,6 +214,19 @@ def test_video_gif_and_odd_names(weights, tmp_path):
     assert (out / "straße.png").is_file() and (out / "still.jpg").is_file()
     names = [path.stem for path in (out / "labels").iterdir()]
     assert len(names) == 65 and {"film_1", "film_60", "moves_3", "still", "straße"} <= set(names)
+
+
+def test_a_video_that_breaks_off(weights, tmp_path, caplog):
+    """What can be read is kept; the file is named, status 1."""
+    writer = cv2.VideoWriter(str(tmp_path / "film.avi"), cv2.VideoWriter.fourcc(*"MJPG"), 20, (64, 48))
+    for number in range(40):
+        writer.write(picture(number, 48, 64))
+    writer.release()
+    data = (tmp_path / "film.avi").read_bytes()
+    (tmp_path / "film.avi").write_bytes(data[: len(data) // 2])
+    out, status = run(weights, tmp_path / "film.avi", tmp_path)
+    count, _ = frames_of(out / "film.mp4")
+    assert status == 1 and 10 < count < 30 and f"film.avi: only {count} of 40 frames can be read" in caplog.text
 
 
 def damage(folder):

@@ -266,7 +266,7 @@ DETECT_FLAGS = _table([
     Flag("--augment", "test-time augmentation"),
     "machine",
     Flag("--device", "cpu or 0; empty: the first GPU, else the CPU", ""),
-    Flag("--batch-size", "images of a file source that go through the network at once", 1, int, at_least(1)),
+    Flag("--batch-size", "images that go through the network at once; for a GPU", 1, int, at_least(1)),
     Flag("--half", "half precision; default on a GPU, where it works", None, action=argparse.BooleanOptionalAction),
     "what is written",
     Flag("--nosave", "draw no images and videos"),
