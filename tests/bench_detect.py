@@ -43,12 +43,12 @@ THRESHOLDS = Thresholds(0.001, 0.45)
 
 
 @torch.no_grad()
-def make_weights(path, items, candidates):
+def make_weights(path, items, size, candidates):
     """An untrained yolov7-tiny that finds something: its norms fit these images, so that cells differ."""
     torch.manual_seed(0)
     model = Model(ROOT / "cfg/training/yolov7-tiny.yaml")
-    squares = [cv2.resize(cv2.imread(item.path), (640, 640)) for item in items[:4]]
-    images = torch.stack([torch.from_numpy(prepare(square, 640, 32)) for square in squares])
+    squares = [cv2.resize(cv2.imread(item.path), (size, size)) for item in items[:4]]
+    images = torch.stack([torch.from_numpy(prepare(square, size, 32)) for square in squares])
     for norm in (module for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)):
         norm.momentum = 1.0
     model(images.float() / 255)
@@ -100,7 +100,7 @@ def main():
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     with tempfile.TemporaryDirectory() as place:
         items = find_items([str(write_images(Path(place), options.images))])
-        weights = options.weights or make_weights(Path(place) / "tiny.pt", items, options.candidates)
+        weights = options.weights or make_weights(Path(place) / "tiny.pt", items, options.img, options.candidates)
         model = attempt_load(weights, map_location=device)
         predictor, names = Predictor(model, THRESHOLDS, None), list(model.names)
         folder = Path(place) / "drawn" if options.save else None

@@ -35,7 +35,7 @@ OPT_IN = ("utils.fast", "utils.data.fast", "utils.loss.batched", "utils.loss.bat
 # loads none. Tools may measure what they like.
 DOORS = ("utils.run.fast_paths", "utils.datasets")
 FACES = ("utils.loss", "utils.metrics", "utils.plots")  # packages whose __init__ imports their public names
-MOST_ENTRIES, MOST_LINES, MOST_FUNCTION_LINES, MOST_DOCSTRING_LINES = 17, 450, 60, 12
+MOST_ENTRIES, MOST_LINES, MOST_FUNCTION_LINES, MOST_DOCSTRING_LINES = 18, 450, 60, 12
 
 
 def belongs_to(name, packages):

@@ -40,6 +40,8 @@ def test_everything_that_is_an_image(model, tmp_path):
     results = model(kinds, size=64)
     assert len(results) == results.n == 7 and results.files == ["one.jpg"] * 2 + [f"image{k}.jpg" for k in range(2, 7)]
     assert len(results.xyxy[0]) > 3
+    saved = sorted(path.name for path in results.save(tmp_path / "hub").iterdir())
+    assert saved == ["image2.jpg", *(f"image{k}.jpg" for k in range(3, 7)), "one (0).jpg", "one (1).jpg"]
     for rows in results.xyxy:
         torch.testing.assert_close(rows, results.xyxy[0], rtol=0, atol=1e-3)
     assert model(rgb[..., 0], size=64).imgs[0].shape == (48, 64, 3), "gray becomes three channels"

@@ -8,6 +8,7 @@ import numpy as np
 from PIL import Image
 
 from utils.detect.writers import counts_text, cut, write_image
+from utils.metrics.names import class_names
 from utils.ops.boxes import xyxy2xywh
 from utils.plots.images import class_name, draw_detections
 from utils.system.files import increment_path
@@ -108,7 +109,5 @@ class HubResults:
         return [HubResults([image], [rows], [file], self.t, self.names, self.s) for image, rows, file in parts]
 
     def _unique_files(self):
-        """`files`, those that stand there again with the number of the image."""
-        return [
-            file if file not in self.files[:k] else f"{Path(file).stem}_{k}.jpg" for k, file in enumerate(self.files)
-        ]
+        """`files`, those of equal names with the number of the image: `a (3).jpg`."""
+        return [f"{stem}.jpg" for stem in class_names([Path(file).stem for file in self.files], form=str.casefold)]
