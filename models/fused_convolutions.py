@@ -9,36 +9,26 @@ from models.fused_operations import PlanOperation, spread
 
 
 class Branch:
-    """What follows a convolution of a Block: the batch norm, the activation as (kind, slope), the Value it makes.
-
-    `pooled`: the Value that is its 2x2 max pooling, or None. Not `is_read`: nobody else needs what is pooled.
-    """
+    """What follows a convolution of a Block: the batch norm, the activation as (kind, slope), the Value it makes."""
 
     def __init__(self, conv, norm, activation, target):
         self.conv, self.norm, self.activation, self.target = conv, norm, activation, target
-        self.pooled, self.is_read = None, True
 
     def forward(self, tape, x):
         """Returns what the gradient needs."""
-        places, pooled = [], []
-        if self.is_read:
-            places = tape.places(self.target, x)
-        if self.pooled:
-            pooled = tape.places(self.pooled, x, [side // 2 for side in x.shape[2:]])
-        saved = kernels.norm_activation(x, self.norm, *self.activation, places[:2], pooled[:2])
+        places = tape.places(self.target, x)
+        saved = kernels.norm_activation(x, self.norm, *self.activation, places[:2])
         spread(places)
-        spread(pooled)
         return saved
 
     def backward(self, tape, x, saved, result):
         """Write the gradient of x to `result`."""
         pieces = tape.take_pieces(self.target)
-        (pooled,) = (self.pooled and tape.take_pieces(self.pooled, most=1)) or [None]
-        if not pieces and pooled is None:  # nobody asked for it
+        if not pieces:  # nobody asked for it
             result.zero_()
             return
         places = tape.gradients.of(self.norm.weight), tape.gradients.of(self.norm.bias)
-        kernels.norm_activation_gradient(pieces, x, saved, *self.activation, result, *places, pooled)
+        kernels.norm_activation_gradient(pieces, x, saved, *self.activation, result, *places)
 
 
 class Block(PlanOperation):
@@ -54,11 +44,6 @@ class Block(PlanOperation):
 
     def norms(self):
         return [branch.norm for branch in self.branches]
-
-    def pool(self, branch, target):
-        """Let `branch` make its 2x2 max pooling as well."""
-        branch.pooled = target
-        self.targets.append(target)
 
     def forward(self, tape):
         x = self._input(tape)

@@ -1,4 +1,4 @@
-"""Kernels (Triton) of batch norm with its activation and 2x2 max pooling, for training on a GPU.
+"""Kernels (Triton) of batch norm with its activation, for training on a GPU.
 
 A convolution in half precision is followed by batch norm and an activation, which together read or write each element
 five times forward and eight times backward, and wait for memory all the while. Here it is three times (statistics;
@@ -23,7 +23,7 @@ TILE = 2048
 SUM_TILE = 4096  # of sums over pixels
 MAX_PARTIAL_SUMS = 512  # programs that share the pixels of a statistic
 # Arguments that a kernel is not compiled anew for: another batch or image size changes them.
-SIZES = ("num_pixels", "num_windows", "num_partial", "pixels_each", "height", "width")
+SIZES = ("num_pixels", "num_partial", "pixels_each")
 
 
 @triton.jit
@@ -116,29 +116,14 @@ def _load(x, pixel, channel, inside, stride):
 
 @triton.jit
 def load_sum(first, second, third, pixel, channel, inside, first_stride, second_stride, third_stride,
-              PIECES: tl.constexpr):  # fmt: skip
+             PIECES: tl.constexpr):  # fmt: skip
     """The sum of the first PIECES maps."""
-    value = tl.zeros(inside.shape, tl.float32)
-    if PIECES > 0:
-        value += _load(first, pixel, channel, inside, first_stride)
+    value = _load(first, pixel, channel, inside, first_stride)
     if PIECES > 1:
         value += _load(second, pixel, channel, inside, second_stride)
     if PIECES > 2:
         value += _load(third, pixel, channel, inside, third_stride)
     return value
-
-
-@triton.jit
-def _load_pooled(pooled, choice, pixel, channel, inside, num_channels, height, width, pooled_stride):
-    """What reaches the pixels [height x width an image] through 2x2 max pooling: `pooled` where it chose the pixel."""
-    above, column = pixel.to(tl.int32) // width, pixel.to(tl.int32) % width
-    row = above % height
-    window = (above // height * (height // 2) + row // 2) * (width // 2) + column // 2
-    window = window.to(tl.int64)
-    here = inside & ((row < height // 2 * 2) & (column < width // 2 * 2))[:, None]
-    chosen = tl.load(choice + window[:, None] * num_channels + channel[None, :], mask=here, other=4)
-    value = _load(pooled, window, channel, here, pooled_stride)
-    return tl.where(chosen == (row % 2 * 2 + column % 2)[:, None], value, 0.0)
 
 
 @triton.jit
@@ -166,43 +151,9 @@ def _apply_kernel(x, saved, y, copy, num_pixels, num_channels, x_stride, y_strid
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _apply_pool_kernel(x, saved, y, copy, pooled, pooled_copy, choice, num_windows, num_channels, height, width,
-                       x_stride, y_stride, copy_stride, pooled_stride, pooled_copy_stride, slope, KIND: tl.constexpr,
-                       PLACES: tl.constexpr, POOLED_PLACES: tl.constexpr, ROWS: tl.constexpr,
-                       CHANNELS: tl.constexpr):  # fmt: skip
-    """As _apply_kernel, and its 2x2 max pooling, window by window; `choice`: which of four, the first among equals."""
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    exists = channel < num_channels
-    scale = tl.load(saved + 2 * num_channels + channel, mask=exists, other=0.0)[None, :]
-    shift = tl.load(saved + 3 * num_channels + channel, mask=exists, other=0.0)[None, :]
-    window = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    rows, columns = (height + 1) // 2, (width + 1) // 2  # of windows, those that are not full among them
-    image, row, column = window // columns // rows, window // columns % rows, window % columns
-    best = tl.full((ROWS, CHANNELS), float("-inf"), pooled.dtype.element_ty)
-    chosen = tl.zeros((ROWS, CHANNELS), tl.int32)
-    for number in tl.static_range(4):
-        down, right = row * 2 + number // 2, column * 2 + number % 2
-        inside = ((window < num_windows) & (down < height) & (right < width))[:, None] & exists[None, :]
-        pixel = ((image * height + down) * width + right).to(tl.int64)
-        value = _load(x, pixel, channel, inside, x_stride)
-        value = activate(value * scale + shift, slope, KIND).to(pooled.dtype.element_ty)
-        if PLACES > 0:
-            store(value, y, copy, pixel, channel, inside, y_stride, copy_stride, PLACES)
-        better = (value > best) | (value != value)
-        best = tl.where(better, value, best)
-        chosen = tl.where(better, number, chosen)
-    full = (window < num_windows) & (row < height // 2) & (column < width // 2)
-    inside = full[:, None] & exists[None, :]
-    place = ((image * (height // 2) + row) * (width // 2) + column).to(tl.int64)
-    store(best, pooled, pooled_copy, place, channel, inside, pooled_stride, pooled_copy_stride, POOLED_PLACES)
-    store(chosen, choice, choice, place, channel, inside, num_channels, num_channels, 1)
-
-
-@triton.jit(do_not_specialize=SIZES)
-def _gradient_sum_kernel(first, second, third, pooled, choice, x, saved, partial, num_pixels, num_channels, height,
-                         width, first_stride, second_stride, third_stride, pooled_stride, x_stride, pixels_each, slope,
-                         KIND: tl.constexpr, PIECES: tl.constexpr, POOLED: tl.constexpr, ROWS: tl.constexpr,
-                         CHANNELS: tl.constexpr):  # fmt: skip
+def _gradient_sum_kernel(first, second, third, x, saved, partial, num_pixels, num_channels, first_stride, second_stride,
+                         third_stride, x_stride, pixels_each, slope, KIND: tl.constexpr, PIECES: tl.constexpr,
+                         ROWS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
     """partial [programs x 2 x channels]: sums of the gradient before the activation, alone and times normalised x."""
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     exists = channel < num_channels
@@ -219,9 +170,7 @@ def _gradient_sum_kernel(first, second, third, pooled, choice, x, saved, partial
         inside = (pixel < stop)[:, None] & exists[None, :]
         value = _load(x, pixel, channel, inside, x_stride)
         change = load_sum(first, second, third, pixel, channel, inside, first_stride, second_stride, third_stride,
-                           PIECES)  # fmt: skip
-        if POOLED:
-            change += _load_pooled(pooled, choice, pixel, channel, inside, num_channels, height, width, pooled_stride)
+                          PIECES)  # fmt: skip
         change *= slope_of_activation(value * scale + shift, slope, KIND)
         alone += change
         product += change * (value - mean[None, :])
@@ -248,10 +197,9 @@ def _parameter_gradient_kernel(partial, saved, of_weight, of_bias, plane, num_pa
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _gradient_kernel(first, second, third, pooled, choice, x, saved, plane, result, num_pixels, num_channels, height,
-                     width, first_stride, second_stride, third_stride, pooled_stride, x_stride, result_stride, slope,
-                     KIND: tl.constexpr, PIECES: tl.constexpr, POOLED: tl.constexpr, ROWS: tl.constexpr,
-                     CHANNELS: tl.constexpr):  # fmt: skip
+def _gradient_kernel(first, second, third, x, saved, plane, result, num_pixels, num_channels, first_stride,
+                     second_stride, third_stride, x_stride, result_stride, slope, KIND: tl.constexpr,
+                     PIECES: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
     """The gradient of x."""
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     exists = channel < num_channels
@@ -263,8 +211,6 @@ def _gradient_kernel(first, second, third, pooled, choice, x, saved, plane, resu
     of_one = tl.load(plane + num_channels + channel, mask=exists, other=0.0)[None, :]
     value = _load(x, pixel, channel, inside, x_stride)
     change = load_sum(first, second, third, pixel, channel, inside, first_stride, second_stride, third_stride, PIECES)
-    if POOLED:
-        change += _load_pooled(pooled, choice, pixel, channel, inside, num_channels, height, width, pooled_stride)
     change *= slope_of_activation(value * scale + shift, slope, KIND)
     value = scale * change + of_x * value + of_one
     store(value, result, result, pixel, channel, inside, result_stride, result_stride, 1)
@@ -327,28 +273,25 @@ def _divide(num_pixels, num_channels):
     )
 
 
-def of_three(maps, filler=None):
-    """Three maps, three pixel strides, and how many of them count; the others are the first or the filler."""
+def of_three(maps):
+    """Three maps, three pixel strides, and how many of them count; the others are the first."""
     laid_out = [by_pixels(x) for x in maps]
-    filled = laid_out + (laid_out[:1] or [(filler, 0)]) * (3 - len(laid_out))
+    filled = laid_out + laid_out[:1] * (3 - len(laid_out))
     return [x for x, _ in filled], [stride for _, stride in filled], len(laid_out)
 
 
-def of_two(places, filler=None):
+def of_two(places):
     """Two maps to write to, their pixel strides, and how many of them count."""
-    if not places:
-        return [filler, filler], [0, 0], 0
     strides = [pixel_stride(x) for x in places]
     assert None not in strides, "a result is written by pixels only"
     return [places[0], places[-1]], [strides[0], strides[-1]], len(places)
 
 
-def norm_activation(x, norm, kind, slope, places, pooled=()):
-    """Write activation(norm(x)), with the statistics of the batch, to up to two `places`; moves the running ones.
+def norm_activation(x, norm, kind, slope, places):
+    """Write activation(norm(x)), with the statistics of the batch, to one or two `places`; moves the running ones.
 
-    x and the places [b x c x h x w], `norm` an nn.BatchNorm2d, `slope` that of LeakyReLU. If there are one or two
-    places `pooled` [b x c x h/2 x w/2], its 2x2 max pooling is written there. Returns what the gradient needs:
-    float32 [4 x c], and the choices of the pooling or None.
+    x and the places [b x c x h x w], `norm` an nn.BatchNorm2d, `slope` that of LeakyReLU. Returns what the gradient
+    needs: float32 [4 x c].
     """
     x, x_stride = by_pixels(x)
     tiles = tiles_of(x)
@@ -361,51 +304,33 @@ def norm_activation(x, norm, kind, slope, places, pooled=()):
         partial, norm.running_mean, norm.running_var, norm.weight.detach(), norm.bias.detach(), saved, tiles.sums[0],
         *tiles.sizes, norm.momentum, norm.eps, **PARTS,
     )  # fmt: skip
-    if pooled:
-        return saved, _apply_and_pool(x, x_stride, saved, kind, slope, places, pooled)
     targets, strides, count = of_two(places)
     _apply_kernel[tiles.every](
         x, saved, *targets, *tiles.sizes, x_stride, *strides, slope, KIND=kind, PLACES=count, **tiles.tile
     )
-    return saved, None
+    return saved
 
 
-def _apply_and_pool(x, x_stride, saved, kind, slope, places, pooled):
-    batch, channels, height, width = x.shape
-    choice = torch.empty(pooled[0].shape, dtype=torch.uint8, device=x.device, memory_format=torch.channels_last)
-    num_windows = batch * ((height + 1) // 2) * ((width + 1) // 2)
-    tiles = _divide(num_windows, channels)
-    targets, strides, count = of_two(places, x)
-    pooled_targets, pooled_strides, num_pooled = of_two(pooled)
-    _apply_pool_kernel[tiles.every](
-        x, saved, *targets, *pooled_targets, choice, *tiles.sizes, height, width, x_stride, *strides, *pooled_strides,
-        slope, KIND=kind, PLACES=count, POOLED_PLACES=num_pooled, **tiles.tile,
-    )  # fmt: skip
-    return choice
-
-
-def norm_activation_gradient(pieces, x, saved, kind, slope, result, of_weight, of_bias, pooled=None):
+def norm_activation_gradient(pieces, x, saved, kind, slope, result, of_weight, of_bias):
     """Write the gradients of x, weight and bias of `norm_activation` to result [as x], of_weight and of_bias [c].
 
-    The gradient of its output is the sum of up to 3 `pieces` and of what comes through the pooling, if `pooled` is its
-    gradient. `saved` is what `norm_activation` returned; of_weight, of_bias are float32.
+    The gradient of its output is the sum of 1 to 3 `pieces`. `saved` is what `norm_activation` returned; of_weight,
+    of_bias are float32.
     """
     x, x_stride = by_pixels(x)
-    tiles, (saved, choice) = tiles_of(x), saved
-    pieces, strides, count = of_three(pieces, x)
-    pooled, pooled_stride = (x, 0) if pooled is None else by_pixels(pooled)
-    choice, is_pooled = (x, False) if pooled is x else (choice, True)
+    tiles = tiles_of(x)
+    pieces, strides, count = of_three(pieces)
     partial = x.new_empty((tiles.sums[0], 2, x.shape[1]), dtype=torch.float32)
     plane = torch.empty_like(saved[:2])
     _gradient_sum_kernel[tiles.sums](
-        *pieces, pooled, choice, x, saved, partial, *tiles.sizes, *x.shape[2:], *strides, pooled_stride, x_stride,
-        tiles.pixels_each, slope, KIND=kind, PIECES=count, POOLED=is_pooled, **tiles.sum_tile, num_warps=8,
+        *pieces, x, saved, partial, *tiles.sizes, *strides, x_stride, tiles.pixels_each, slope,
+        KIND=kind, PIECES=count, **tiles.sum_tile, num_warps=8,
     )  # fmt: skip
     _parameter_gradient_kernel[tiles.by_channel](
         partial, saved, of_weight, of_bias, plane, tiles.sums[0], *tiles.sizes, **PARTS
     )
     (result, _), (result_stride, _), _ = of_two([result])
     _gradient_kernel[tiles.every](
-        *pieces, pooled, choice, x, saved, plane, result, *tiles.sizes, *x.shape[2:], *strides, pooled_stride, x_stride,
-        result_stride, slope, KIND=kind, PIECES=count, POOLED=is_pooled, **tiles.tile,
+        *pieces, x, saved, plane, result, *tiles.sizes, *strides, x_stride, result_stride, slope,
+        KIND=kind, PIECES=count, **tiles.tile,
     )  # fmt: skip

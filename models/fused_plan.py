@@ -20,7 +20,7 @@ from models.multihead_attention import MultiHeadDetectAttention
 from models.yolo import Detect, IAuxDetect, IDetect
 
 HEADS = (Detect, IDetect, IAuxDetect, MultiHeadDetect, MultiHeadDetectAttention)  # that have operations
-MERGE = POOL = True  # False for comparisons: each convolution, each pooling by itself
+MERGE = True  # False for comparisons: each convolution by itself
 
 
 class Translator:
@@ -226,23 +226,6 @@ def merged(operations):
     return result
 
 
-def pooled(operations):
-    """The same, where Blocks do the 2x2 max pooling of what they make."""
-    makers = {branch.target: (operation, branch) for operation in operations if isinstance(operation, Block)
-              for branch in operation.branches}  # fmt: skip
-    result = []
-    for operation in operations:
-        block, branch = makers.get(operation.sources[0], (None, None))
-        if block and isinstance(operation, Pool) and operation.window == operation.stride == 2 and not branch.pooled:
-            block.pool(branch, operation.targets[0])
-        else:
-            result.append(operation)
-    read = {source for operation in result for source in operation.sources}
-    for target, (_, branch) in makers.items():
-        branch.is_read = target in read or not branch.pooled
-    return result
-
-
 def needed_only(operations):
     """Without those that have no parameters and make what nobody reads."""
     read, result = set(), []
@@ -259,8 +242,7 @@ class Plan:
     def __init__(self, model):
         translator = Translator(model)
         operations = needed_only(translator.operations)
-        operations = merged(operations) if MERGE else operations
-        self.operations: list[PlanOperation] = pooled(operations) if POOL else operations
+        self.operations: list[PlanOperation] = merged(operations) if MERGE else operations
         self.images, self.outputs, self.ordinary = translator.images, translator.outputs, translator.ordinary
         self.heads = [operation for operation in self.operations if isinstance(operation, HeadOutput)]
         self.norms = [norm for operation in self.operations for norm in operation.norms()]
@@ -298,7 +280,7 @@ class Plan:
             for operation, done in zip(self.operations, self.last_reads, strict=True):
                 maps[operation] = operation.forward(tape)
                 for value in done:
-                    tape.values.pop(value, None)  # one that is only pooled never was there
+                    del tape.values[value]
         return [maps[operation] for operation in self.heads], tape
 
     @torch.no_grad()

@@ -70,7 +70,6 @@ def network(variant, cfg, base, device):
 
     without = {
         "now": mock.patch.object(fused_plan, "MERGE", True),
-        "without pooling": mock.patch.object(fused_plan, "POOL", False),
         "without merging": mock.patch.object(fused_plan, "MERGE", False),
         "without stem": mock.patch.object(fused_convolutions.Stem, "fits", staticmethod(lambda *_: False)),
         "without places": mock.patch.object(fused_plan.Translator, "_joined", joined),
@@ -79,7 +78,7 @@ def network(variant, cfg, base, device):
         return fused.fused_model(model_of(cfg, device)).train()
 
 
-VARIANTS = ("now", "before", "ordinary", "without merging", "without pooling", "without stem", "without places")
+VARIANTS = ("now", "before", "ordinary", "without merging", "without stem", "without places")
 
 
 class Captured:

@@ -26,26 +26,21 @@ def gradients(function, inputs, pieces):
     return torch.autograd.grad(y, leaves, sum(pieces).to(y.dtype))
 
 
-def norm_activation(x, norm, kind, slope, places, pooled=()):
+def norm_activation(x, norm, kind, slope, places):
     numbers = norm.running_mean, norm.running_var, norm.weight, norm.bias  # without the count of batches
     y = functional.batch_norm(x, *numbers, True, norm.momentum, norm.eps)
     write(ACTIVATIONS[kind](y, slope), places)
-    write(functional.max_pool2d(ACTIVATIONS[kind](y, slope), 2), pooled)
-    return (norm.weight, norm.bias, norm.eps), None
+    return norm.weight, norm.bias, norm.eps
 
 
-def norm_activation_gradient(pieces, x, saved, kind, slope, result, of_weight, of_bias, pooled=None):
-    *parameters, eps = saved[0]
+def norm_activation_gradient(pieces, x, saved, kind, slope, result, of_weight, of_bias):
+    *parameters, eps = saved
 
     def function(x, weight, bias):
-        y = ACTIVATIONS[kind](functional.batch_norm(x, None, None, weight, bias, True, eps=eps), slope)
-        parts = [y * sum(pieces)] if pieces else []
-        parts += [] if pooled is None else [functional.max_pool2d(y, 2) * pooled]
-        return sum(part.sum() for part in parts)
+        return ACTIVATIONS[kind](functional.batch_norm(x, None, None, weight, bias, True, eps=eps), slope)
 
     places = result, of_weight, of_bias
-    found = gradients(function, [x, *parameters], [torch.ones(())])
-    for place, gradient in zip(places, found, strict=True):
+    for place, gradient in zip(places, gradients(function, [x, *parameters], pieces), strict=True):
         place.copy_(gradient)
 
 
