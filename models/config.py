@@ -4,6 +4,7 @@ import ast
 import logging
 import re
 from copy import deepcopy
+from itertools import accumulate
 from pathlib import Path
 
 import yaml
@@ -19,6 +20,7 @@ NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 CALL = re.compile(r"(?:torch\.)?nn\.(\w+)\((.*)\)")
 WORD = re.compile(r"[A-Za-z_]\w*")
 MAX_ENTRIES = 100_000  # a few lines with aliases can stand for more entries than fit into memory
+MAX_DEPTH = 200  # of brackets
 MAX_CHANNELS = 100_000  # classes or channels; more are a slip of the finger that would fill the memory
 MAX_INPUTS = 1000  # channels of an image
 MAX_REPEATS = 1000  # of a layer
@@ -82,7 +84,10 @@ def _load(path, where):
     if not path.is_file():
         raise ValueError(f"{where} does not exist; give the path of a YAML file, such as cfg/training/yolov7.yaml")
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+        text = path.read_text(encoding="utf-8-sig")
+        if max(accumulate((1 if b in "[{" else -1 for b in re.findall(r"[\[\]{}]", text)), initial=0)) > MAX_DEPTH:
+            raise ValueError("brackets nested too deeply")  # PyYAML would take seconds to find out
+        return yaml.safe_load(text)
     except OSError as error:
         raise ValueError(f"{where} cannot be read ({error.strerror})") from error
     except Exception as error:  # PyYAML lets through whatever int(), float() and the like raise for a value

@@ -16,6 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import yaml
@@ -24,6 +25,9 @@ from utils.system.files import printable, read_text, shown
 
 logger = logging.getLogger(__name__)
 
+MAX_DEPTH = (
+    200  # of brackets: PyYAML looks at all that are open for each further one, for seconds where they are thousands
+)
 MAX_ENTRIES = 200_000  # a few lines with aliases can stand for more entries than fit into memory
 
 # YAML 1.1 makes 8 of 010, 1.1 of 1.10, 750 of 12:30, true of yes, and a date of 2024-01-05. A class or a folder of that
@@ -120,6 +124,8 @@ def read_yaml(path: str | Path, texts: dict | None = None) -> dict:
     except OSError as error:
         raise ValueError(f"{printable(path)}: cannot be read ({error.strerror})") from error
     try:
+        if _bracket_depth(text) > MAX_DEPTH:
+            raise RecursionError
         root = yaml.compose(text, yaml.SafeLoader)
         root = _with_texts(root, texts, frozenset(), {}) if root and texts else root
         content = yaml.SafeLoader("").construct_document(root) if root else None
@@ -171,6 +177,11 @@ def _repeated_keys(root):
             if count[key.tag, key.value] > 1:
                 found.append((key.value, key.start_mark.line + 1))
     return found
+
+
+def _bracket_depth(text):
+    """How deep brackets are nested at most, those in quotes counted too."""
+    return max(accumulate((1 if bracket in "[{" else -1 for bracket in re.findall(r"[\[\]{}]", text)), initial=0))
 
 
 def _is_bounded(content):
