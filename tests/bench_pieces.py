@@ -4,8 +4,8 @@ python tests/bench_pieces.py [--base FOLDER] [--cases 0 1 2 3] [--variants now b
 
 Variants:
     ordinary    the model itself, channels-last
-    before      models/fused.py of the checkout in FOLDER
-    now         models/fused.py
+    before      models/fused/network.py of the checkout in FOLDER
+    now         models/fused/network.py
     without X   the same, but piece X is done in the ordinary way: what it is slower than `now` is what X gains alone
 
 fp16 autocast; the gradients of the maps are fixed, in the layout of the maps. Each variant has a model of its own, is
@@ -59,23 +59,24 @@ def network(variant, cfg, base, device):
     """What makes the maps of images; its parameters are trained."""
     if variant == "before":
         with models_from(base):
-            return importlib.import_module("models.fused").fused_model(model_of(cfg, device)).train()
+            return importlib.import_module("models.fused.network").fused_model(model_of(cfg, device)).train()
     if variant == "ordinary":
         return model_of(cfg, device)
-    from models import fused, fused_convolutions, fused_operations, fused_plan
+    from models.fused import convolutions, operations, plan
+    from models.fused.network import fused_model
 
     def joined(translator, sources):
-        target = fused_operations.Value(sum(source.channels for source in sources), packed=True)
-        return translator._do(fused_operations.Join(sources, target, list(range(len(sources)))))
+        target = operations.Value(sum(source.channels for source in sources), packed=True)
+        return translator._do(operations.Join(sources, target, list(range(len(sources)))))
 
     without = {
-        "now": mock.patch.object(fused_plan, "MERGE", True),
-        "without merging": mock.patch.object(fused_plan, "MERGE", False),
-        "without stem": mock.patch.object(fused_convolutions.Stem, "fits", staticmethod(lambda *_: False)),
-        "without places": mock.patch.object(fused_plan.Translator, "_joined", joined),
+        "now": mock.patch.object(plan, "MERGE", True),
+        "without merging": mock.patch.object(plan, "MERGE", False),
+        "without stem": mock.patch.object(convolutions.Stem, "fits", staticmethod(lambda *_: False)),
+        "without places": mock.patch.object(plan.Translator, "_joined", joined),
     }
     with without[variant]:
-        return fused.fused_model(model_of(cfg, device)).train()
+        return fused_model(model_of(cfg, device)).train()
 
 
 VARIANTS = ("now", "before", "ordinary", "without merging", "without stem", "without places")

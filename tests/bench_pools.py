@@ -1,4 +1,4 @@
-"""The kernels of models/fused_pools.py and fused_stem.py beside torch's, each alone in a CUDA graph.
+"""The kernels of models/fused/pools.py and stem.py beside torch's, each alone in a CUDA graph.
 
 python tests/bench_pools.py [--rounds 3] [--cases tiny384]
 
@@ -18,7 +18,8 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from models import fused_pools, fused_stem  # noqa: E402  (needs the path above)
+from models.fused import pools  # noqa: E402  (needs the path above)
+from models.fused import stem as fused_stem  # noqa: E402
 from tests.bench_step import replayed  # noqa: E402
 from utils.fast.prefetcher import as_float  # noqa: E402
 
@@ -42,12 +43,12 @@ def pyramid(batch, channels, side):
 
     def forward():
         for level in (2, 1, 0):
-            choices[level] = fused_pools.max_pool(parts[level + 1], 5, out=parts[level])[1]
+            choices[level] = pools.max_pool(parts[level + 1], 5, out=parts[level])[1]
 
     def backward():
         found = slices[0]
         for level in (0, 1, 2):
-            found = fused_pools.max_pool_gradient(found, choices[level], 5, plus=[slices[level + 1]])
+            found = pools.max_pool_gradient(found, choices[level], 5, plus=[slices[level + 1]])
 
     source = parts[3].clone().requires_grad_()
 
@@ -72,7 +73,7 @@ def halving(batch, sides):
 
     def both():
         for x, gradient in zip(maps, gradients, strict=True):
-            fused_pools.max_pool_gradient(gradient, fused_pools.max_pool(x, 2, 2)[1], 2, 2)
+            pools.max_pool_gradient(gradient, pools.max_pool(x, 2, 2)[1], 2, 2)
 
     def torch_both():
         torch.autograd.grad([functional.max_pool2d(x, 2) for x in sources], sources, gradients)
@@ -88,8 +89,8 @@ def up(batch, sides):
 
     def both():
         for x, whole in zip(maps, wholes, strict=True):
-            fused_pools.upsample(x, whole[:, x.shape[1] :])
-            fused_pools.upsample_gradient(whole[:, x.shape[1] :])
+            pools.upsample(x, whole[:, x.shape[1] :])
+            pools.upsample_gradient(whole[:, x.shape[1] :])
 
     def torch_both():
         found = [torch.cat((y, functional.interpolate(x, scale_factor=2.0)), 1)

@@ -75,7 +75,7 @@ def network_of(model, path, device):
     """What the forward pass calls: the fused form, where its kernels can run."""
     from utils.run.fast_paths import has_triton, load
 
-    return load("models.fused:fused_model")(model) if path != "reference" and has_triton(device) else model
+    return load("models.fused.network:fused_model")(model) if path != "reference" and has_triton(device) else model
 
 
 def target_sets(case):

@@ -40,7 +40,7 @@ FAST_SEAMS = (
     "utils.data.fast.loader:agrees_with_table", "utils.data.fast.loader:gpu_agrees",
     "utils.data.fast.worker_pool:WorkerPool.__init__", "utils.data.fast.shm_batches:BatchRing.__init__",
     "utils.fast.train_step:FastSteps.__init__", "utils.fast.train_step:FastSteps.step",
-    "utils.fast.graph_step:GraphSteps.record", "models.fused:fused_model",
+    "utils.fast.graph_step:GraphSteps.record", "models.fused.network:fused_model",
     "utils.fast.async_checkpoint:BackgroundCheckpoints.wait", "utils.fast.async_checkpoint:snapshot",
     "utils.fast.start:compile_ahead",
 )  # fmt: skip

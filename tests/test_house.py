@@ -28,9 +28,7 @@ FLOORS = (
 FLOOR = {package: floor for floor, packages in enumerate(FLOORS) for package in packages}
 OPT_IN = ("utils.fast", "utils.data.fast", "utils.loss.batched", "utils.loss.batched_assigner", "utils.loss.candidates",
           "utils.loss.gradients", "utils.loss.on_gpu", "utils.loss.assign_kernels", "utils.loss.loss_kernels",
-          "models.fused", "models.fused_kernels", "models.fused_pools", "models.fused_stem",
-          "models.fused_convolutions", "models.fused_operations", "models.fused_plan", "models.fused_weights",
-          "models.fused_sums")  # fmt: skip
+          "models.fused")  # fmt: skip
 # Besides the opt-in modules themselves, these may import them, and only inside of functions: a run without flags
 # loads none. Tools may measure what they like.
 DOORS = ("utils.run.fast_paths", "utils.datasets")

@@ -51,7 +51,7 @@ def kernels():
 
 
 def train_a_fused_model(cfg):
-    from models.fused import fused_model
+    from models.fused.network import fused_model
 
     torch.manual_seed(0)
     fused = fused_model(Model(f"cfg/training/{cfg}.yaml", nc=3).train())
@@ -61,33 +61,34 @@ def train_a_fused_model(cfg):
 
 
 def pool_and_upsample():
-    from models import fused_pools
+    from models.fused import pools
 
     x = torch.zeros(2, 64, 8, 8, dtype=torch.float16).to(memory_format=torch.channels_last)
     for window, stride in ((5, 1), (3, 1), (2, 2)):
-        y, choice = fused_pools.max_pool(x, window, stride)
-        fused_pools.max_pool(x, window, stride, copy=torch.empty_like(y))
+        y, choice = pools.max_pool(x, window, stride)
+        pools.max_pool(x, window, stride, copy=torch.empty_like(y))
         for plus in ((), (x,), (x, x)):
-            fused_pools.max_pool_gradient([y] * (3 - len(plus)), choice, window, stride, plus=plus)
-    fused_pools.upsample(x, copy=fused_pools.upsample(x))
-    fused_pools.upsample_gradient([x, x], plus=[x[:, :, :4, :4].contiguous(memory_format=torch.channels_last)])
+            pools.max_pool_gradient([y] * (3 - len(plus)), choice, window, stride, plus=plus)
+    pools.upsample(x, copy=pools.upsample(x))
+    pools.upsample_gradient([x, x], plus=[x[:, :, :4, :4].contiguous(memory_format=torch.channels_last)])
 
 
 def rearrange_images():
-    from models import fused_stem
+    from models.fused import stem
 
     images = torch.zeros(2, 3, 64, 64, dtype=torch.uint8)
     for source in (images, images.float()):
-        fused_stem.padded_images(source)
-        fused_stem.depth_images(source)
+        stem.padded_images(source)
+        stem.depth_images(source)
 
 
 def add_maps():
-    from models import fused_kernels, fused_sums
+    from models.fused import sums
+    from models.fused.kernels import SILU
 
     x = torch.zeros(2, 64, 8, 8, dtype=torch.float16).to(memory_format=torch.channels_last)
-    fused_sums.add_activation([x, x], fused_kernels.SILU, 0.0, [x, x])
-    fused_sums.add_activation_gradient([x], [x, x], fused_kernels.SILU, 0.0)
+    sums.add_activation([x, x], SILU, 0.0, [x, x])
+    sums.add_activation_gradient([x], [x, x], SILU, 0.0)
 
 
 def augment_a_batch():
@@ -147,7 +148,7 @@ def launches():
     import triton
     from triton.runtime.jit import JITFunction
 
-    if not isinstance(import_module("models.fused_kernels")._apply_kernel, JITFunction):
+    if not isinstance(import_module("models.fused.kernels")._apply_kernel, JITFunction):
         pytest.skip("TRITON_INTERPRET=1: nothing is compiled")
     if not any(Path(triton.__file__).parent.glob("backends/nvidia/bin/ptxas*")) and not shutil.which("ptxas"):
         pytest.skip("there is no ptxas, neither with Triton nor on the path")
@@ -176,7 +177,7 @@ def kind_of(argument):
 
 
 def test_every_kernel_is_launched_here(launches):
-    assert {"models.fused_kernels:_gradient_kernel", "models.fused_pools:_gather_kernel"} <= kernels()
+    assert {"models.fused.kernels:_gradient_kernel", "models.fused.pools:_gather_kernel"} <= kernels()
     missing = sorted(kernels() - launches.keys())
     assert not missing, f"no entry of LAUNCHES launches {', '.join(missing)}: add one"
 

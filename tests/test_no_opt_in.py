@@ -30,7 +30,7 @@ def opt_in_modules():
 
 def test_a_run_without_flags_loads_no_opt_in_module(tmp_path):
     opt_in = opt_in_modules()
-    assert {"utils.fast.graph_step", "utils.data.fast.worker_pool", "utils.loss.candidates", "models.fused_kernels",
+    assert {"utils.fast.graph_step", "utils.data.fast.worker_pool", "utils.loss.candidates", "models.fused.kernels",
             "utils.data.keyed_dataset"} <= opt_in  # fmt: skip
     assert not {"utils.loss.criterion", "utils.data.mosaic", "utils.engine.trainer", "utils.metrics.detection"} & opt_in
     line = small_run.arguments(tmp_path, "--epochs", "1")

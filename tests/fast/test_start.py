@@ -86,7 +86,7 @@ def test_the_first_step_finds_its_kernels(caplog):
     """The losses are those of steps that were not prepared, within what two searches of cuDNN may differ by."""
     caplog.set_level("INFO")
     device = torch.device("cuda", 0)
-    from models.fused import fused_model
+    from models.fused.network import fused_model
     from models.yolo import Model
 
     model = Model(str(PROJECT_ROOT / "cfg/training/yolov7-tiny.yaml"), ch=3, nc=3).to(device)

@@ -152,7 +152,7 @@ def test_fused_kernels_are_for_a_bare_model(facts, reason, monkeypatch, caplog):
     opt = train_parser().parse_args(["--fast-step"])
     vars(opt).update(facts)
     (row,) = (path for path in fast_paths.table(opt, torch.device("cuda")) if path.seam == "forward")
-    assert row.wanted == "--fast-step" and row.make(None) == "models.fused:fused_model"
+    assert row.wanted == "--fast-step" and row.make(None) == "models.fused.network:fused_model"
     assert row.obstacle is None if reason is None else reason in row.obstacle
 
 

@@ -112,7 +112,7 @@ class FastSteps:
         )
 
     def as_input(self, images: torch.Tensor) -> torch.Tensor:
-        """Images [B x 3 x H x W] as the network reads them: the fused one (models/fused.py) takes bytes as they are."""
+        """Images [B x 3 x H x W] as the network reads them: the fused one (models/fused) takes bytes as they are."""
         return images if getattr(self.trainer.network, "takes_bytes", False) else as_float(images)
 
     def forward_backward(self, images: torch.Tensor, compute_loss: Callable) -> torch.Tensor:

@@ -101,8 +101,8 @@ def table(opt: Namespace, device: torch.device) -> tuple[FastPath, ...]:
                  lambda _: load("utils.fast.prefetcher:Prefetcher")(targets_device, floats=opt.multi_scale)),
         FastPath("data_parallel", "gradients added in one piece (fast/exchange.py)", several, why_wrapped(opt),
                  lambda _: distributed.without_wrapper),
-        FastPath("forward", "fused kernels (models/fused.py)", step, step and why_not_fused(opt, device, compiling),
-                 lambda _: load("models.fused:fused_model")),
+        FastPath("forward", "fused kernels (models/fused)", step, step and why_not_fused(opt, device, compiling),
+                 lambda _: load("models.fused.network:fused_model")),
         FastPath("compile", f"torch.compile ({', '.join(compiler)})", compiling,
                  changing and f"no effect with {changing}, image sizes change",
                  lambda _: partial(load("utils.fast.compile:compile_model"), options=compiler), is_loud=True),
@@ -209,7 +209,7 @@ def why_no_graph(opt: Namespace, device: torch.device) -> str | None:
 
 
 def why_not_fused(opt: Namespace, device: torch.device, compiling: str | None) -> str | None:
-    """What keeps the model from running by the kernels of models/fused.py."""
+    """What keeps the model from running by the kernels of models/fused."""
     return _first({
         "Triton and a GPU are needed": not has_triton(device),
         **_not_bare(opt),

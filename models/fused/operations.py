@@ -4,8 +4,8 @@ A Value is a map between operations. Whoever makes it writes it to where it is r
 concatenations that it is part of, and packed where a convolution reads it. Backward, the gradient of a Value is a list
 of pieces whose sum it is: whoever reads the Value adds one, its maker takes them all and adds them in its kernel.
 
-    Block       convolutions of one input, each with batch norm and activation (fused_convolutions.py); Stem: on images
-    HeadOutput  a convolution of the detection layer, with its implicit knowledge folded in (fused_convolutions.py)
+    Block       convolutions of one input, each with batch norm and activation (convolutions.py); Stem: on images
+    HeadOutput  a convolution of the detection layer, with its implicit knowledge folded in (convolutions.py)
     Images      the images as floats
     Norm        batch norm and activation alone
     Sum         of two or three maps, with an activation
@@ -19,9 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from models import fused_kernels as kernels
-from models import fused_pools as pools
-from models import fused_sums as sums
+from models.fused import kernels, pools, sums
 
 MOST_PIECES = 3  # that a kernel adds
 

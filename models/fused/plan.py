@@ -1,4 +1,4 @@
-"""The translation of a Model into a flat list of operations (fused_operations.py), and what runs it.
+"""The translation of a Model into a flat list of operations (operations.py), and what runs it.
 
 translate   layers to operations
 merged      convolutions of one input become one
@@ -10,11 +10,11 @@ from collections import Counter
 import torch
 from torch import nn
 
-from models import fused_kernels as kernels
 from models.common import MP, SP, SPPCSPC, Concat, Conv, DownC, ReOrg, RepConv, Shortcut
-from models.fused_convolutions import Block, Branch, HeadOutput, Stem
-from models.fused_operations import Images, Join, Norm, Ordinary, PlanOperation, Pool, Sum, Tape, Upsample, Value
-from models.fused_weights import ParameterGradients, Weights
+from models.fused import kernels
+from models.fused.convolutions import Block, Branch, HeadOutput, Stem
+from models.fused.operations import Images, Join, Norm, Ordinary, PlanOperation, Pool, Sum, Tape, Upsample, Value
+from models.fused.weights import ParameterGradients, Weights
 from models.multihead import MultiHeadDetect
 from models.multihead_attention import MultiHeadDetectAttention
 from models.yolo import Detect, IAuxDetect, IDetect

@@ -1,6 +1,6 @@
 """Max pooling and nearest up-sampling for training on a GPU: kernels (Triton), forward and backward, plain functions.
 
-Maps are laid out as in fused_kernels.py: the channels of a pixel side by side, pixels further apart where the map is a
+Maps are laid out as in kernels.py: the channels of a pixel side by side, pixels further apart where the map is a
 slice of a concatenation. Results may be written into such a slice (`out`), into two places at once (`copy`), and
 gradients are read from several maps (`pieces`) and added as float32 in the kernel: nothing is copied or added before or
 after. Sums have a fixed order: the same input gives the same output.
@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from models.fused_kernels import by_pixels, pixel_stride
+from models.fused.kernels import by_pixels, pixel_stride
 
 MAX_WINDOW = 15  # a place in it is a byte
 SWEPT = 5, 1  # the window and stride of the pyramids: by sweeps, 2 to 3 times as fast as the kernels for any window

@@ -1,13 +1,13 @@
-"""The kernels of models/fused_pools.py and fused_stem.py against torch, on a GPU or interpreted on a CPU.
+"""The kernels of models/fused/pools.py and stem.py against torch, on a GPU or interpreted on a CPU.
 
-Run by test_fused_pools.py in a process of its own: Triton reads TRITON_INTERPRET when it is imported.
+Run by test_pools.py in a process of its own: Triton reads TRITON_INTERPRET when it is imported.
 """
 
 import pytest
 import torch
 from torch.nn import functional
 
-from models import fused_pools, fused_stem
+from models.fused import pools, stem
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # channels that are no multiple of 8 or more than a program takes, odd sides, sides smaller than the windows
@@ -46,10 +46,10 @@ def torch_pool(x, window, stride):
 def test_max_pool_with_ties_equals_that_of_torch(shape, window, stride, dtype):
     x = random(shape, dtype, ties=True)
     wanted, gradient_of = torch_pool(x, window, stride)
-    y, choice = fused_pools.max_pool(x, window, stride)
+    y, choice = pools.max_pool(x, window, stride)
     assert y.equal(wanted) and choice.dtype == torch.uint8 and choice.shape == y.shape
     gradient = random(wanted.shape, dtype, seed=1)
-    found = fused_pools.max_pool_gradient(gradient, choice, window, stride, size=shape[2:])
+    found = pools.max_pool_gradient(gradient, choice, window, stride, size=shape[2:])
     exact = torch_pool(x.double(), window, stride)[1](gradient.double())
     assert found.dtype == dtype
     # up to 25 gradients meet in float32, then one rounding
@@ -65,18 +65,18 @@ def test_maxima_that_are_not_numbers_or_infinite(window, stride):
     x[1, 1] = float("-inf")
     x[1, 2, 5, 5] = float("inf")
     wanted, gradient_of = torch_pool(x, window, stride)
-    y, choice = fused_pools.max_pool(x, window, stride)
+    y, choice = pools.max_pool(x, window, stride)
     assert torch.equal(y.nan_to_num(7e7), wanted.nan_to_num(7e7)) and y.isnan().equal(wanted.isnan())
     gradient = random(wanted.shape, ties=True, seed=1)  # whole numbers: sums are exact
-    assert fused_pools.max_pool_gradient(gradient, choice, window, stride).equal(gradient_of(gradient))
+    assert pools.max_pool_gradient(gradient, choice, window, stride).equal(gradient_of(gradient))
 
 
 def test_a_gradient_that_is_no_number_reaches_the_chosen_only():
     x = random((1, 8, 6, 6))
-    _, choice = fused_pools.max_pool(x, 5)
+    _, choice = pools.max_pool(x, 5)
     gradient = torch.ones_like(x)
     gradient[0, 0, 0, 0] = float("nan")
-    assert fused_pools.max_pool_gradient(gradient, choice, 5).isnan().sum() == 1
+    assert pools.max_pool_gradient(gradient, choice, 5).isnan().sum() == 1
 
 
 @pytest.mark.parametrize(("shape", "window", "stride"), [
@@ -87,7 +87,7 @@ def test_max_pool_reads_and_writes_slices(shape, window, stride):
     wanted, gradient_of = torch_pool(x, window, stride)
     out, copy = sliced(torch.zeros_like(wanted)), sliced(torch.zeros_like(wanted), 8, 0)
     around = whole_of(out).clone()
-    y, choice = fused_pools.max_pool(sliced(x), window, stride, out=out, copy=copy)
+    y, choice = pools.max_pool(sliced(x), window, stride, out=out, copy=copy)
     assert y is out and out.equal(wanted) and copy.equal(wanted)
     around[:, 3 : 3 + shape[1]] = wanted
     assert whole_of(out).equal(around)  # nothing beside the slice
@@ -95,7 +95,7 @@ def test_max_pool_reads_and_writes_slices(shape, window, stride):
     plus = [sliced(random(shape, seed=n, ties=True), 1, n) for n in (4, 5)]
     for count, more in ((1, 1), (2, 2), (3, 0)):
         out = sliced(torch.zeros_like(x))
-        found = fused_pools.max_pool_gradient(pieces[:count], choice, window, stride, shape[2:], out, plus[:more])
+        found = pools.max_pool_gradient(pieces[:count], choice, window, stride, shape[2:], out, plus[:more])
         assert found is out and found.equal(gradient_of(sum(pieces[:count])) + sum(plus[:more]))
 
 
@@ -107,13 +107,13 @@ def test_the_pyramid_in_one_chain():
     parts, choices = whole.split(8, 1), []
     parts[3].copy_(x.detach())
     for level in (2, 1, 0):
-        choices.append(fused_pools.max_pool(parts[level + 1], 5, out=parts[level])[1])
+        choices.append(pools.max_pool(parts[level + 1], 5, out=parts[level])[1])
     gradient = random(wanted.shape, seed=1)
     wanted.backward(gradient)
     slices = gradient.split(8, 1)
     found = slices[0]
     for level, choice in zip((1, 2, 3), reversed(choices), strict=True):
-        found = fused_pools.max_pool_gradient(found, choice, 5, plus=[slices[level]])
+        found = pools.max_pool_gradient(found, choice, 5, plus=[slices[level]])
     assert whole.equal(wanted) and torch.allclose(found, x.grad, atol=1e-5)
 
 
@@ -122,13 +122,13 @@ def test_upsample(shape):
     x = random(shape, torch.float16).requires_grad_()
     wanted = functional.interpolate(x, scale_factor=2, mode="nearest")
     out, copy = (sliced(random(wanted.shape, torch.float16)) for _ in range(2))
-    assert fused_pools.upsample(sliced(x.detach()), out, copy).equal(wanted) and copy.equal(wanted)
-    assert fused_pools.upsample(x.detach()).equal(wanted)
+    assert pools.upsample(sliced(x.detach()), out, copy).equal(wanted) and copy.equal(wanted)
+    assert pools.upsample(x.detach()).equal(wanted)
     pieces = [sliced(random(wanted.shape, torch.float16, seed=n)) for n in (1, 2)]
     plus = random(shape, torch.float16, seed=3)
     exact = functional.avg_pool2d(sum(piece.double() for piece in pieces), 2) * 4
     for given, total in (([], exact), ([plus], exact + plus.double())):
-        found = fused_pools.upsample_gradient(pieces, plus=given)
+        found = pools.upsample_gradient(pieces, plus=given)
         assert (found.double() - total).abs().max() <= total.abs().max() * 2**-11  # one rounding to half
 
 
@@ -136,25 +136,25 @@ def test_what_cannot_be_done_is_said():
     x = random((1, 8, 6, 6))
     for window, stride in ((4, 1), (17, 1), (3, 2)):
         with pytest.raises(ValueError, match="give an odd window"):
-            fused_pools.max_pool(x, window, stride)
+            pools.max_pool(x, window, stride)
     with pytest.raises(ValueError, match="cannot be written into"):
-        fused_pools.upsample(x, out=torch.empty(1, 8, 12, 12, device=DEVICE))  # channels first
+        pools.upsample(x, out=torch.empty(1, 8, 12, 12, device=DEVICE))  # channels first
     with pytest.raises(ValueError, match="cannot be written into"):
-        fused_pools.max_pool(x, 5, copy=random((1, 8, 6, 5)))
+        pools.max_pool(x, 5, copy=random((1, 8, 6, 5)))
     with pytest.raises(ValueError, match="give 1 to 3"):
-        fused_pools.upsample_gradient([x] * 4)
+        pools.upsample_gradient([x] * 4)
     with pytest.raises(ValueError, match="different shapes"):
-        fused_pools.upsample_gradient([x, x[:, :4]])
+        pools.upsample_gradient([x, x[:, :4]])
     with pytest.raises(ValueError, match="power of two"):
-        fused_stem.padded_images(x, 12)
+        stem.padded_images(x, 12)
 
 
 def test_maps_that_are_laid_out_otherwise_are_copied():
     x = random((2, 6, 5, 4)).contiguous()
-    y, choice = fused_pools.max_pool(x, 3)
+    y, choice = pools.max_pool(x, 3)
     wanted, gradient_of = torch_pool(x, 3, 1)
     gradient = torch.ones_like(wanted).contiguous()
-    assert y.equal(wanted) and fused_pools.max_pool_gradient(gradient, choice, 3).equal(gradient_of(gradient))
+    assert y.equal(wanted) and pools.max_pool_gradient(gradient, choice, 3).equal(gradient_of(gradient))
 
 
 def bytes_of(shape, channels_last):
@@ -169,10 +169,10 @@ def test_images_become_half_as_they_do_by_single_steps(channels_last):
     wanted = (images.float() / 255).half()
     for source in (images, images.float() / 255, images[:, :, 1:]):
         wanted = (source.float() / 255 if source.dtype == torch.uint8 else source).half()
-        found = fused_stem.padded_images(source, 8)
+        found = stem.padded_images(source, 8)
         assert found.is_contiguous(memory_format=torch.channels_last) and found.shape[1] == 8
         assert found[:, :3].equal(wanted) and not found[:, 3:].any()
-        blocks = fused_stem.depth_images(source)
+        blocks = stem.depth_images(source)
         assert blocks.is_contiguous(memory_format=torch.channels_last)
         assert not blocks[:, 12:].any() and not blocks[:, :, 0].any() and not blocks[..., 0].any()
         for number, (column, row) in enumerate(((0, 0), (0, 1), (1, 0), (1, 1))):
@@ -185,7 +185,7 @@ def test_blocks_without_border_are_those_of_reorg():
     from models.common import ReOrg
 
     images = bytes_of((2, 3, 8, 6), False)
-    assert fused_stem.depth_images(images, torch.float32, border=0)[:, :12].equal(ReOrg()(images.float() / 255))
+    assert stem.depth_images(images, torch.float32, border=0)[:, :12].equal(ReOrg()(images.float() / 255))
 
 
 @pytest.mark.parametrize("size", [(8, 6), (7, 9), (1, 2)])
@@ -194,21 +194,21 @@ def test_the_stem_on_blocks_equals_the_strided_convolution(size, colours):
     images = bytes_of((2, colours, *size), True)
     weight = random((6, colours, 3, 3)).contiguous().double().requires_grad_()
     wanted = functional.conv2d((images.float() / 255).double(), weight, stride=2, padding=1)
-    blocks = fused_stem.depth_images(images, torch.float64)
-    rearranged = fused_stem.depth_weight(weight.detach(), torch.float64).requires_grad_()
+    blocks = stem.depth_images(images, torch.float64)
+    rearranged = stem.depth_weight(weight.detach(), torch.float64).requires_grad_()
     y = functional.conv2d(blocks, rearranged)
     assert y.shape == wanted.shape and torch.allclose(y, wanted, rtol=0, atol=1e-12)  # the same terms in another order
     gradient = torch.randn_like(wanted)
     wanted.backward(gradient), y.backward(gradient)
-    found = fused_stem.depth_weight_gradient(rearranged.grad, colours)
+    found = stem.depth_weight_gradient(rearranged.grad, colours)
     assert torch.allclose(found, weight.grad, rtol=0, atol=1e-11)
-    inside = fused_stem.depth_weight(torch.ones_like(weight), torch.float64)
+    inside = stem.depth_weight(torch.ones_like(weight), torch.float64)
     assert inside.sum() == weight.numel() and set(inside.unique().tolist()) == {0.0, 1.0}
 
 
 def test_the_padded_stem_equals_the_plain_one():
     images, weight = bytes_of((1, 3, 6, 7), False), random((4, 3, 3, 3))
     wanted = functional.conv2d(images.float() / 255, weight, padding=1)
-    y = functional.conv2d(fused_stem.padded_images(images, 4, torch.float32),
-                          fused_stem.padded_weight(weight, 4, torch.float32), padding=1)  # fmt: skip
+    y = functional.conv2d(stem.padded_images(images, 4, torch.float32),
+                          stem.padded_weight(weight, 4, torch.float32), padding=1)  # fmt: skip
     assert torch.allclose(y, wanted, atol=1e-5)

@@ -1,16 +1,16 @@
 """The form of a model that trains fastest on a GPU: the same parameters and buffers, planned operations.
 
 In training the whole network is one operation of autograd. The layers are translated once into operations that write
-each result where it is read and add the pieces of a gradient where they read it (fused_plan.py, fused_operations.py,
-fused_convolutions.py); what has no such operation is run by autograd as before. The model itself stays what is
+each result where it is read and add the pieces of a gradient where they read it (plan.py, operations.py,
+convolutions.py); what has no such operation is run by autograd as before. The model itself stays what is
 averaged, evaluated and saved. Beyond rounding in half precision the fused form differs in one thing: where a maximum of
 max pooling occurs twice in a window, the gradient may reach another one of the equals.
 
-    batch norm, activation   one operation (fused_kernels.py)
+    batch norm, activation   one operation (kernels.py)
     concatenation            written in place by those who make its parts; parts of its gradient are read in place
     convolutions of an input are one convolution
-    max pooling, up-sampling read and write in place; 9x9 is 5x5 twice, 13x13 three times (fused_pools.py)
-    first convolution        on images with more channels, or on blocks of 2x2 pixels (fused_stem.py)
+    max pooling, up-sampling read and write in place; 9x9 is 5x5 twice, 13x13 three times (pools.py)
+    first convolution        on images with more channels, or on blocks of 2x2 pixels (stem.py)
     weights                  copied to half precision all at once
     implicit knowledge       folded into the output convolutions anew in each step, with its gradient
     detection layer          its maps are views of what the convolutions put out
@@ -21,7 +21,7 @@ import logging
 import torch
 from torch import nn
 
-from models.fused_plan import HEADS, Plan
+from models.fused.plan import HEADS, Plan
 
 logger = logging.getLogger(__name__)
 

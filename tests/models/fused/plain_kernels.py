@@ -3,12 +3,12 @@
 import torch
 from torch.nn import functional
 
-from models import fused_kernels, fused_pools, fused_stem, fused_sums
+from models.fused import kernels, pools, stem, sums
 
 ACTIVATIONS = {
-    fused_kernels.IDENTITY: lambda z, slope: z,
-    fused_kernels.LEAKY_RELU: functional.leaky_relu,
-    fused_kernels.SILU: lambda z, slope: functional.silu(z),
+    kernels.IDENTITY: lambda z, slope: z,
+    kernels.LEAKY_RELU: functional.leaky_relu,
+    kernels.SILU: lambda z, slope: functional.silu(z),
 }
 
 
@@ -90,9 +90,9 @@ def _rearranged(images, dtype, block, border, channels):
 def use(monkeypatch):
     """Let the operations of the fused model call these."""
     for name in ("norm_activation", "norm_activation_gradient"):
-        monkeypatch.setattr(fused_kernels, name, globals()[name])
+        monkeypatch.setattr(kernels, name, globals()[name])
     for name in ("add_activation", "add_activation_gradient"):
-        monkeypatch.setattr(fused_sums, name, globals()[name])
+        monkeypatch.setattr(sums, name, globals()[name])
     for name in ("max_pool", "max_pool_gradient", "upsample", "upsample_gradient"):
-        monkeypatch.setattr(fused_pools, name, globals()[name])
-    monkeypatch.setattr(fused_stem, "_rearranged", _rearranged)
+        monkeypatch.setattr(pools, name, globals()[name])
+    monkeypatch.setattr(stem, "_rearranged", _rearranged)

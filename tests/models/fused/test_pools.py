@@ -15,6 +15,6 @@ from utils.system.files import PROJECT_ROOT
 def test_pools_and_stem_against_torch():
     interpreted = "0" if torch.cuda.is_available() else "1"
     environment = {**os.environ, "TRITON_INTERPRET": interpreted, "OMP_NUM_THREADS": "1"}
-    cases = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/models/pool_and_stem_cases.py"]
+    cases = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/models/fused/pool_and_stem_cases.py"]
     done = subprocess.run(cases, cwd=PROJECT_ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

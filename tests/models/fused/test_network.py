@@ -1,4 +1,4 @@
-"""The fused model: its kernels in a process of their own (fused_cases.py), its plans with torch for the kernels."""
+"""The fused model: its kernels in a process of their own (kernel_cases.py), its plans with torch for the kernels."""
 
 import os
 import subprocess
@@ -17,12 +17,12 @@ from utils.system.files import PROJECT_ROOT
 if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-from models.fused import fused_model
-from models.fused_convolutions import Stem
+from models.fused.convolutions import Stem
+from models.fused.network import fused_model
 from models.yolo import IDetect
 from tests import step_cases
-from tests.models import plain_kernels
-from tests.models.fused_models import DEVICE, compare, distance, random_model, small_cfg, trained
+from tests.models.fused import plain_kernels
+from tests.models.fused.small_models import DEVICE, compare, distance, random_model, small_cfg, trained
 from tests.tiny_model import CFG
 from utils.fast.train_step import FastSteps
 
@@ -42,7 +42,7 @@ def images(size=64, batch=2):
 def test_kernels_against_torch():
     interpreted = "0" if torch.cuda.is_available() else "1"
     environment = {**os.environ, "TRITON_INTERPRET": interpreted, "OMP_NUM_THREADS": "1"}
-    cases = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/models/fused_cases.py"]
+    cases = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/models/fused/kernel_cases.py"]
     done = subprocess.run(cases, cwd=PROJECT_ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 

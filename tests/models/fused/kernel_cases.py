@@ -1,6 +1,6 @@
 """The fused model and its kernels against torch, on a GPU or interpreted on a CPU.
 
-Run by test_fused.py in a process of its own: Triton reads TRITON_INTERPRET when it is imported.
+Run by test_network.py in a process of its own: Triton reads TRITON_INTERPRET when it is imported.
 """
 
 from copy import deepcopy
@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from models import fused_kernels as kernels
-from models import fused_sums as sums
-from models.fused_plan import kind_of
-from tests.models.fused_models import DEVICE, compare, distance, random_model, small_cfg
+from models.fused import kernels, sums
+from models.fused.plan import kind_of
+from tests.models.fused.small_models import DEVICE, compare, distance, random_model, small_cfg
 
 # channels that are no multiple of 8, odd sides, more channels than a program takes
 SHAPES = [(2, 5, 7, 3), (1, 130, 4, 4)]

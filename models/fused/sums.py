@@ -1,10 +1,10 @@
-"""Kernels (Triton) of sums of maps with an activation: shortcuts, and the branches of RepConv. See fused_kernels.py."""
+"""Kernels (Triton) of sums of maps with an activation: shortcuts, and the branches of RepConv. See kernels.py."""
 
 import torch
 import triton
 import triton.language as tl
 
-from models.fused_kernels import (
+from models.fused.kernels import (
     SIZES,
     activate,
     load_sum,

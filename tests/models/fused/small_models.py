@@ -5,7 +5,7 @@ from copy import deepcopy
 import torch
 from torch import nn
 
-from models.fused import fused_model
+from models.fused.network import fused_model
 from models.yolo import Model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

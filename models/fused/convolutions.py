@@ -1,11 +1,10 @@
-"""The operations of a plan (fused_operations.py) that hold convolutions: Block, Stem and HeadOutput."""
+"""The operations of a plan (operations.py) that hold convolutions: Block, Stem and HeadOutput."""
 
 import torch
 from torch.nn import functional
 
-from models import fused_kernels as kernels
-from models import fused_stem as stem
-from models.fused_operations import PlanOperation, spread
+from models.fused import kernels, stem
+from models.fused.operations import PlanOperation, spread
 
 
 class Branch:
