@@ -247,7 +247,6 @@ class Tiles(NamedTuple):
     sums: tuple  # grid with programs that sum up `pixels_each` pixels, and their tile
     pixels_each: int
     sum_tile: dict
-    by_channel: tuple  # grid of kernels with the tile PARTS
 
 
 def tiles_of(x):
@@ -269,8 +268,12 @@ def _divide(num_pixels, num_channels):
         sums=(triton.cdiv(num_pixels, pixels_each), columns),
         pixels_each=pixels_each,
         sum_tile={"ROWS": sum_rows, "CHANNELS": channels},
-        by_channel=(triton.cdiv(num_channels, PARTS["CHANNELS"]),),
     )
+
+
+def by_channel(num_channels):
+    """The grid of kernels with the tile PARTS."""
+    return (triton.cdiv(num_channels, PARTS["CHANNELS"]),)
 
 
 def of_three(maps):
@@ -296,19 +299,33 @@ def norm_activation(x, norm, kind, slope, places):
     x, x_stride = by_pixels(x)
     tiles = tiles_of(x)
     partial = x.new_empty((tiles.sums[0], 2, x.shape[1]), dtype=torch.float32)
-    saved = x.new_empty((4, x.shape[1]), dtype=torch.float32)
     _sum_kernel[tiles.sums](
         x, norm.running_mean, partial, *tiles.sizes, x_stride, tiles.pixels_each, **tiles.sum_tile, num_warps=4
     )
-    _statistics_kernel[tiles.by_channel](
-        partial, norm.running_mean, norm.running_var, norm.weight.detach(), norm.bias.detach(), saved, tiles.sums[0],
-        *tiles.sizes, norm.momentum, norm.eps, **PARTS,
+    saved = finish_statistics(partial, norm, tiles.sizes[0])
+    apply(x, saved, kind, slope, places)
+    return saved
+
+
+def finish_statistics(partial, norm, num_pixels):
+    """Mean, inverse deviation, scale and shift [4 x c] from the sums `partial` [programs x 2 x c]; see _sum_kernel."""
+    num_partial, _, num_channels = partial.shape
+    saved = partial.new_empty((4, num_channels))
+    _statistics_kernel[by_channel(num_channels)](
+        partial, norm.running_mean, norm.running_var, norm.weight.detach(), norm.bias.detach(), saved, num_partial,
+        num_pixels, num_channels, norm.momentum, norm.eps, **PARTS,
     )  # fmt: skip
+    return saved
+
+
+def apply(x, saved, kind, slope, places):
+    """Write activation(scale * x + shift) to one or two `places`."""
+    x, x_stride = by_pixels(x)
+    tiles = tiles_of(x)
     targets, strides, count = of_two(places)
     _apply_kernel[tiles.every](
         x, saved, *targets, *tiles.sizes, x_stride, *strides, slope, KIND=kind, PLACES=count, **tiles.tile
     )
-    return saved
 
 
 def norm_activation_gradient(pieces, x, saved, kind, slope, result, of_weight, of_bias):
@@ -319,6 +336,19 @@ def norm_activation_gradient(pieces, x, saved, kind, slope, result, of_weight, o
     """
     x, x_stride = by_pixels(x)
     tiles = tiles_of(x)
+    plane = parameter_gradients(pieces, x, saved, kind, slope, of_weight, of_bias)
+    pieces, strides, count = of_three(pieces)
+    (result, _), (result_stride, _), _ = of_two([result])
+    _gradient_kernel[tiles.every](
+        *pieces, x, saved, plane, result, *tiles.sizes, *strides, x_stride, result_stride, slope,
+        KIND=kind, PIECES=count, **tiles.tile,
+    )  # fmt: skip
+
+
+def parameter_gradients(pieces, x, saved, kind, slope, of_weight, of_bias):
+    """The first half of `norm_activation_gradient`. Returns [2 x c]: what x and 1 add to the gradient of x."""
+    x, x_stride = by_pixels(x)
+    tiles = tiles_of(x)
     pieces, strides, count = of_three(pieces)
     partial = x.new_empty((tiles.sums[0], 2, x.shape[1]), dtype=torch.float32)
     plane = torch.empty_like(saved[:2])
@@ -326,11 +356,7 @@ def norm_activation_gradient(pieces, x, saved, kind, slope, result, of_weight, o
         *pieces, x, saved, partial, *tiles.sizes, *strides, x_stride, tiles.pixels_each, slope,
         KIND=kind, PIECES=count, **tiles.sum_tile, num_warps=8,
     )  # fmt: skip
-    _parameter_gradient_kernel[tiles.by_channel](
+    _parameter_gradient_kernel[by_channel(x.shape[1])](
         partial, saved, of_weight, of_bias, plane, tiles.sums[0], *tiles.sizes, **PARTS
     )
-    (result, _), (result_stride, _), _ = of_two([result])
-    _gradient_kernel[tiles.every](
-        *pieces, x, saved, plane, result, *tiles.sizes, *strides, x_stride, result_stride, slope,
-        KIND=kind, PIECES=count, **tiles.tile,
-    )  # fmt: skip
+    return plane
