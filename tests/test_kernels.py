@@ -84,8 +84,8 @@ def first_convolution():
         place = torch.zeros(2, 32, *stem.output_size(images, conv, block), dtype=torch.float16)
         place = place.to(memory_format=torch.channels_last)
         for source in (images, images.float()):
-            y, saved = stem.forward(source, conv, norm, kernels.SILU, 0.0, block, torch.float16, [place])
-            stem.gradient([place], y, saved, kernels.SILU, 0.0, source, conv, block, *torch.zeros(2, 32))
+            kept = stem.forward(source, conv, norm, kernels.SILU, 0.0, block, torch.float16, [place])
+            stem.gradient([place], kept, conv, kernels.SILU, 0.0, *torch.zeros(2, 32))
 
 
 def add_maps():

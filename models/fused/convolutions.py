@@ -92,13 +92,12 @@ class Stem(PlanOperation):
         found = stem.forward(images, self.conv, self.norm, *self.activation, self.block, tape.dtype, places[:2])
         spread(places)
         if self in tape.needed:
-            tape.kept[self] = images, *found
+            tape.kept[self] = found
 
     def backward(self, tape):
-        images, y, saved = tape.kept.pop(self)
         places = tape.gradients.of(self.norm.weight), tape.gradients.of(self.norm.bias)
         pieces = tape.take_pieces(self.targets[0])
-        found = stem.gradient(pieces, y, saved, *self.activation, images, self.conv, self.block, *places)
+        found = stem.gradient(pieces, tape.kept.pop(self), self.conv, *self.activation, *places)
         tape.gradients.add(self.conv.weight, found)
 
 

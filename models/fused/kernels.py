@@ -22,6 +22,7 @@ IDENTITY, LEAKY_RELU, SILU = range(3)
 TILE = 2048
 SUM_TILE = 4096  # of sums over pixels
 MAX_PARTIAL_SUMS = 512  # programs that share the pixels of a statistic
+STAGES: tl.constexpr = tl.constexpr(3)  # tiles that are on their way at a time, where programs sum up pixels
 # Arguments that a kernel is not compiled anew for: another batch or image size changes them.
 SIZES = ("num_pixels", "num_partial", "pixels_each")
 
@@ -56,10 +57,10 @@ def _sum_kernel(x, pivot, partial, num_pixels, num_channels, x_stride, pixels_ea
     middle = tl.load(pivot + channel, mask=exists, other=0.0)
     first = tl.zeros((ROWS, CHANNELS), tl.float32)
     second = tl.zeros((ROWS, CHANNELS), tl.float32)
-    start = tl.program_id(0).to(tl.int64) * pixels_each
+    start = tl.program_id(0) * pixels_each
     stop = tl.minimum(start + pixels_each, num_pixels)
-    for begin in range(start, stop, ROWS):
-        pixel = begin + tl.arange(0, ROWS)
+    for begin in tl.range(start, stop, ROWS, num_stages=STAGES):
+        pixel = (begin + tl.arange(0, ROWS)).to(tl.int64)
         inside = (pixel < stop)[:, None] & exists[None, :]
         value = tl.load(x + pixel[:, None] * x_stride + channel[None, :], mask=inside, other=0.0).to(tl.float32)
         value = tl.where(inside, value - middle[None, :], 0.0)
@@ -163,10 +164,10 @@ def _gradient_sum_kernel(first, second, third, x, saved, partial, num_pixels, nu
     shift = tl.load(saved + 3 * num_channels + channel, mask=exists, other=0.0)[None, :]
     alone = tl.zeros((ROWS, CHANNELS), tl.float32)
     product = tl.zeros((ROWS, CHANNELS), tl.float32)
-    start = tl.program_id(0).to(tl.int64) * pixels_each
+    start = tl.program_id(0) * pixels_each
     stop = tl.minimum(start + pixels_each, num_pixels)
-    for begin in range(start, stop, ROWS):
-        pixel = begin + tl.arange(0, ROWS)
+    for begin in tl.range(start, stop, ROWS, num_stages=STAGES):
+        pixel = (begin + tl.arange(0, ROWS)).to(tl.int64)
         inside = (pixel < stop)[:, None] & exists[None, :]
         value = _load(x, pixel, channel, inside, x_stride)
         change = load_sum(first, second, third, pixel, channel, inside, first_stride, second_stride, third_stride,

@@ -1,9 +1,9 @@
 """The first convolution, 3x3, straight from the images, with its batch norm and activation, for training on a GPU.
 
 Tensor cores read what has many channels, images have three. Here the numbers under a window, 27 for three colours,
-stand in a row of a matrix that is gathered from the bytes and multiplied in registers: no image in half precision is
-written. The statistics of batch norm are summed where the result is made. Images need no gradient, so that of the
-result goes no further: it is made where the gradient of the weight reads it, and never written.
+are gathered as a row of a matrix and multiplied in registers; the images have a border of zeros for it. The statistics
+of batch norm are summed where the result is made. Images need no gradient, so that of the result goes no further: it is
+made where the gradient of the weight reads it, and never written.
 
 A ReOrg in front is part of the gathering: its channels are the pixels of blocks of 2x2.
 """
@@ -17,43 +17,52 @@ from models.fused.kernels import load_sum, slope_of_activation
 
 SIDE = 3  # of the window, with a padding of 1
 PROGRAMS = 1024  # that share the pixels
-TILE = 4096  # numbers of the result that a program holds at a time
-SIZES = ("num_pixels", "pixels_each", "rows", "columns", "height", "width", "image_stride", "colour_stride",
-         "row_stride", "column_stride")  # fmt: skip
-
-
-@triton.jit
-def _windows(images, pixel, num_pixels, tap, rows, columns, height, width, image_stride, colour_stride, row_stride,
-             column_stride, STRIDE: tl.constexpr, BLOCK: tl.constexpr, COLOURS: tl.constexpr,
-             DTYPE: tl.constexpr):  # fmt: skip
-    """[pixels x taps]: the numbers under the windows of the result's pixels, 0 beside the image; bytes become 0..1.
-
-    The taps are counted by row, column and channel of the window.
-    """
-    channel = tap % (COLOURS * BLOCK * BLOCK)
-    place = tap // (COLOURS * BLOCK * BLOCK)
-    above = pixel // columns
-    row = (above % rows * STRIDE - 1)[:, None] + (place // 3)[None, :]
-    column = (pixel % columns * STRIDE - 1)[:, None] + (place % 3)[None, :]
-    row = row * BLOCK + (channel // COLOURS % BLOCK)[None, :]
-    column = column * BLOCK + (channel // (COLOURS * BLOCK))[None, :]
-    inside = (pixel < num_pixels)[:, None] & (place < 9)[None, :]
-    inside &= (row >= 0) & (row < height) & (column >= 0) & (column < width)
-    start = images + (above // rows).to(tl.int64)[:, None] * image_stride + (channel % COLOURS * colour_stride)[None, :]
-    value = tl.load(start + row * row_stride + column * column_stride, mask=inside, other=0).to(tl.float32)
-    if images.dtype.element_ty == tl.uint8:
-        if tl.float32 == DTYPE:
-            value = tl.div_rn(value, 255.0)
-        else:
-            value *= 1 / 255  # rounds to the same halves, for all 256 bytes
-    return value.to(DTYPE)
+TILE = 4096  # numbers that a program holds at a time
+SIZES = ("num_pixels", "pixels_each", "rows", "columns", "height", "width", "lines", "line", "image_stride",
+         "colour_stride", "row_stride", "column_stride")  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _forward_kernel(images, weight, y, pivot, partial, num_pixels, num_outputs, pixels_each, rows, columns, height,
-                    width, image_stride, colour_stride, row_stride, column_stride, STRIDE: tl.constexpr,
-                    BLOCK: tl.constexpr, COLOURS: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr,
-                    PIXELS: tl.constexpr, OUTPUTS: tl.constexpr):  # fmt: skip
+def _frame_kernel(images, result, num_pixels, height, width, image_stride, colour_stride, row_stride, column_stride,
+                  COLOURS: tl.constexpr, BORDER: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+    """result [n x height + 2 * BORDER x width + 2 * BORDER x COLOURS]: images with a border of zeros."""
+    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    pixel, colour = place // COLOURS, (place % COLOURS).to(tl.int32)
+    above = pixel // (width + 2 * BORDER)
+    column = (pixel % (width + 2 * BORDER)).to(tl.int32) - BORDER
+    row = (above % (height + 2 * BORDER)).to(tl.int32) - BORDER
+    exists = pixel < num_pixels
+    inside = exists & (row >= 0) & (row < height) & (column >= 0) & (column < width)
+    start = images + above // (height + 2 * BORDER) * image_stride
+    source = start + row * row_stride + column * column_stride + colour * colour_stride
+    value = tl.load(source, mask=inside, other=0).to(tl.float32)
+    if images.dtype.element_ty == tl.uint8:
+        value = tl.div_rn(value, 255.0)
+    tl.store(result + place, value.to(result.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def _windows(framed, pixel, num_pixels, tap, rows, columns, lines, line, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+             COLOURS: tl.constexpr):  # fmt: skip
+    """[pixels x taps]: the numbers under the windows of the result's pixels; a `line` of the images holds so many.
+
+    The taps are counted by row, column and channel of the window. Where a number lies is a sum of two places: that of
+    the pixel and that of the tap.
+    """
+    channel, place = tap % (COLOURS * BLOCK * BLOCK), tap // (COLOURS * BLOCK * BLOCK)
+    row, column = place // 3 * BLOCK + channel // COLOURS % BLOCK, place % 3 * BLOCK + channel // (COLOURS * BLOCK)
+    tap_at = row * line + column * COLOURS + channel % COLOURS
+    pixel = tl.where(pixel < num_pixels, pixel, 0)
+    above = pixel // columns
+    line_at = (above // rows).to(tl.int64) * lines + above % rows * (STRIDE * BLOCK)
+    pixel_at = line_at * line + pixel % columns * (STRIDE * BLOCK * COLOURS)
+    return tl.load(framed + pixel_at[:, None] + tap_at[None, :], mask=(place < 9)[None, :], other=0.0)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _forward_kernel(framed, weight, y, pivot, partial, num_pixels, num_outputs, pixels_each, rows, columns,
+                    lines, line, STRIDE: tl.constexpr, BLOCK: tl.constexpr, COLOURS: tl.constexpr, TAPS: tl.constexpr,
+                    CHUNK: tl.constexpr, PIXELS: tl.constexpr, OUTPUTS: tl.constexpr):  # fmt: skip
     """y [pixels x outputs], and the partial sums of kernels._sum_kernel. weight [outputs x 9 * channels]."""
     output = tl.arange(0, OUTPUTS)
     exists = output < num_outputs
@@ -67,8 +76,7 @@ def _forward_kernel(images, weight, y, pivot, partial, num_pixels, num_outputs, 
         total = tl.zeros((PIXELS, OUTPUTS), tl.float32)
         for chunk in tl.static_range(0, TAPS, CHUNK):
             tap = chunk + tl.arange(0, CHUNK)
-            window = _windows(images, pixel, num_pixels, tap, rows, columns, height, width, image_stride, colour_stride,
-                              row_stride, column_stride, STRIDE, BLOCK, COLOURS, y.dtype.element_ty)  # fmt: skip
+            window = _windows(framed, pixel, num_pixels, tap, rows, columns, lines, line, STRIDE, BLOCK, COLOURS)
             is_one = (tap < 9 * COLOURS * BLOCK * BLOCK)[:, None] & exists[None, :]
             factor = tl.load(weight + output[None, :] * (9 * COLOURS * BLOCK * BLOCK) + tap[:, None], is_one, other=0.0)
             total = tl.dot(window, factor.to(window.dtype), total, input_precision="ieee")
@@ -84,11 +92,11 @@ def _forward_kernel(images, weight, y, pivot, partial, num_pixels, num_outputs, 
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _gradient_kernel(first, second, third, y, saved, plane, images, partial, num_pixels, num_outputs, pixels_each,
-                     first_stride, second_stride, third_stride, rows, columns, height, width, image_stride,
-                     colour_stride, row_stride, column_stride, slope, KIND: tl.constexpr, PIECES: tl.constexpr,
-                     STRIDE: tl.constexpr, BLOCK: tl.constexpr, COLOURS: tl.constexpr, TAPS: tl.constexpr,
-                     CHUNK: tl.constexpr, PIXELS: tl.constexpr, OUTPUTS: tl.constexpr):  # fmt: skip
+def _gradient_kernel(first, second, third, y, saved, plane, framed, partial, num_pixels, num_outputs, pixels_each,
+                     first_stride, second_stride, third_stride, rows, columns, lines, line, slope, KIND: tl.constexpr,
+                     PIECES: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, COLOURS: tl.constexpr,
+                     TAPS: tl.constexpr, CHUNK: tl.constexpr, PIXELS: tl.constexpr,
+                     OUTPUTS: tl.constexpr):  # fmt: skip
     """partial [programs x TAPS x outputs]: the gradient of the weight; that of y is kernels._gradient_kernel's."""
     output = tl.arange(0, OUTPUTS)
     exists = output < num_outputs
@@ -107,9 +115,8 @@ def _gradient_kernel(first, second, third, y, saved, plane, images, partial, num
         value = tl.load(y + far[:, None] * num_outputs + output[None, :], mask=inside, other=0.0).to(tl.float32)
         change = load_sum(first, second, third, far, output, inside, first_stride, second_stride, third_stride, PIECES)
         change *= slope_of_activation(value * scale + shift, slope, KIND)
-        change = (scale * change + of_x * value + of_one).to(y.dtype.element_ty)
-        window = _windows(images, pixel, stop, tap, rows, columns, height, width, image_stride, colour_stride,
-                          row_stride, column_stride, STRIDE, BLOCK, COLOURS, y.dtype.element_ty)  # fmt: skip
+        change = tl.where(inside, scale * change + of_x * value + of_one, 0.0).to(y.dtype.element_ty)
+        window = _windows(framed, pixel, stop, tap, rows, columns, lines, line, STRIDE, BLOCK, COLOURS)
         total = tl.dot(tl.trans(window), change, total, input_precision="ieee")
     here = partial + (tl.program_id(0) * TAPS + tap)[:, None] * num_outputs + output[None, :]
     tl.store(here, total, mask=exists[None, :])
@@ -126,53 +133,63 @@ class Geometry:
     """How `conv` reads `images` [n x c x h x w], through blocks of `block` pixels, and how programs share the work."""
 
     def __init__(self, images, conv, block):
-        batch, colours, *sides = images.shape
+        batch, colours, height, width = images.shape
         rows, columns = output_size(images, conv, block)
         num_outputs = conv.out_channels
         self.shape = batch, num_outputs, rows, columns
-        self.num_pixels, taps = batch * rows * columns, SIDE * SIDE * colours * block * block
-        chunk = 32 if taps <= 32 else 64
+        self.framed = batch, height + 2 * block, width + 2 * block, colours
+        self.num_pixels, self.taps = batch * rows * columns, SIDE * SIDE * colours * block * block
+        chunk = 32 if self.taps <= 32 else 64
         outputs = max(triton.next_power_of_2(num_outputs), 16)
-        self.pixels = TILE // outputs
-        self.pixels_each = triton.cdiv(triton.cdiv(self.num_pixels, PROGRAMS), self.pixels) * self.pixels
-        self.programs, self.chunks = triton.cdiv(self.num_pixels, self.pixels_each), triton.cdiv(taps, chunk)
-        self.taps, self.all_taps = taps, self.chunks * chunk
-        self.sizes = rows, columns, *sides, *images.stride()
-        self.tile = {"STRIDE": conv.stride[0], "BLOCK": block, "COLOURS": colours, "TAPS": self.all_taps,
-                     "CHUNK": chunk, "PIXELS": self.pixels, "OUTPUTS": outputs}  # fmt: skip
+        pixels = TILE // outputs
+        self.pixels_each = triton.cdiv(triton.cdiv(self.num_pixels, PROGRAMS), pixels) * pixels
+        self.programs, self.chunks = triton.cdiv(self.num_pixels, self.pixels_each), triton.cdiv(self.taps, chunk)
+        self.sizes = rows, columns, height + 2 * block, (width + 2 * block) * colours
+        self.tile = {"STRIDE": conv.stride[0], "BLOCK": block, "COLOURS": colours, "TAPS": self.chunks * chunk,
+                     "CHUNK": chunk, "PIXELS": pixels, "OUTPUTS": outputs}  # fmt: skip
+
+
+def framed_images(images, geometry, dtype):
+    """[n x lines x columns x c] of `dtype`: the images with a border of zeros; bytes become 0..1."""
+    result = torch.empty(geometry.framed, dtype=dtype, device=images.device)
+    _frame_kernel[(triton.cdiv(result.numel(), TILE),)](
+        images, result, result.numel() // images.shape[1], *images.shape[2:], *images.stride(), images.shape[1],
+        geometry.tile["BLOCK"], TILE,
+    )  # fmt: skip
+    return result
 
 
 def forward(images, conv, norm, kind, slope, block, dtype, places):
     """Write activation(norm(conv(images))) to one or two `places`; the running statistics move.
 
     Images [n x c x h x w] of any strides, bytes (which become 0..1) or floats; `conv` an nn.Conv2d 3x3 with padding 1,
-    `norm` an nn.BatchNorm2d; `block` 2 with a ReOrg in front, else 1. Returns the convolution's result of `dtype` and
-    the numbers that `gradient` needs.
+    `norm` an nn.BatchNorm2d; `block` 2 with a ReOrg in front, else 1. Returns what `gradient` needs.
     """
     geometry = Geometry(images, conv, block)
+    framed = framed_images(images, geometry, dtype)
     y = torch.empty(geometry.shape, dtype=dtype, device=images.device, memory_format=torch.channels_last)
     partial = torch.empty((geometry.programs, 2, conv.out_channels), device=images.device)
     weight = conv.weight.detach().permute(0, 2, 3, 1).contiguous()
     _forward_kernel[(geometry.programs,)](
-        images, weight, y, norm.running_mean, partial, geometry.num_pixels, conv.out_channels, geometry.pixels_each,
+        framed, weight, y, norm.running_mean, partial, geometry.num_pixels, conv.out_channels, geometry.pixels_each,
         *geometry.sizes, **geometry.tile, num_warps=4,
     )  # fmt: skip
     saved = kernels.finish_statistics(partial, norm, geometry.num_pixels)
     kernels.apply(y, saved, kind, slope, places)
-    return y, saved
+    return geometry, framed, y, saved
 
 
-def gradient(pieces, y, saved, kind, slope, images, conv, block, of_weight, of_bias):
+def gradient(pieces, kept, conv, kind, slope, of_weight, of_bias):
     """The gradient [o x c x 3 x 3] of the convolution's weight; those of the norm go to of_weight and of_bias [o].
 
-    The gradient of what `forward` wrote is the sum of 1 to 3 `pieces`; y and `saved` are what it returned.
+    The gradient of what `forward` wrote is the sum of 1 to 3 `pieces`; `kept` is what it returned.
     """
-    geometry = Geometry(images, conv, block)
+    geometry, framed, y, saved = kept
     plane = kernels.parameter_gradients(pieces, y, saved, kind, slope, of_weight, of_bias)
     pieces, strides, count = kernels.of_three(pieces)
-    partial = torch.empty((geometry.programs, geometry.all_taps, conv.out_channels), device=images.device)
+    partial = torch.empty((geometry.programs, geometry.tile["TAPS"], conv.out_channels), device=framed.device)
     _gradient_kernel[geometry.programs, geometry.chunks](
-        *pieces, y, saved, plane, images, partial, geometry.num_pixels, conv.out_channels, geometry.pixels_each,
+        *pieces, y, saved, plane, framed, partial, geometry.num_pixels, conv.out_channels, geometry.pixels_each,
         *strides, *geometry.sizes, slope, KIND=kind, PIECES=count, **geometry.tile, num_warps=4,
     )  # fmt: skip
     taps = partial.sum(0)[: geometry.taps].view(SIDE, SIDE, -1, conv.out_channels)

@@ -84,14 +84,15 @@ def as_stem_reads(images, block):
 
 
 def stem_forward(images, conv, norm, kind, slope, block, dtype, places):
-    y = functional.conv2d(as_stem_reads(images, block).to(dtype), conv.weight.to(dtype), None, conv.stride, 1)
-    return y, norm_activation(y, norm, kind, slope, places)
+    x = as_stem_reads(images, block).to(dtype)
+    y = functional.conv2d(x, conv.weight.to(dtype), None, conv.stride, 1)
+    return x, y, norm_activation(y, norm, kind, slope, places)
 
 
-def stem_gradient(pieces, y, saved, kind, slope, images, conv, block, of_weight, of_bias):
+def stem_gradient(pieces, kept, conv, kind, slope, of_weight, of_bias):
+    x, y, saved = kept
     of_y = torch.empty_like(y)
     norm_activation_gradient(pieces, y, saved, kind, slope, of_y, of_weight, of_bias)
-    x = as_stem_reads(images, block).to(y.dtype)
     return gradients(lambda w: functional.conv2d(x, w.to(x.dtype), None, conv.stride, 1), [conv.weight], [of_y])[0]
 
 
