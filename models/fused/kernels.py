@@ -20,8 +20,8 @@ import triton.language as tl
 IDENTITY, LEAKY_RELU, SILU = range(3)
 # What was fastest of several on an H200. Elements that a program holds at a time:
 TILE = 2048
-SUM_TILE = 4096  # of sums over pixels
-MAX_PARTIAL_SUMS = 512  # programs that share the pixels of a statistic
+SUMS = {"tile": 2048, "num_warps": 2}  # of sums over pixels
+MAX_PARTIAL_SUMS = 1056  # programs that share the pixels of a statistic
 STAGES: tl.constexpr = tl.constexpr(3)  # tiles that are on their way at a time, where programs sum up pixels
 # Arguments that a kernel is not compiled anew for: another batch or image size changes them.
 SIZES = ("num_pixels", "num_partial", "pixels_each")
@@ -236,7 +236,7 @@ def by_pixels(x):
     return x, stride
 
 
-PARTS = {"PARTS": 128, "CHANNELS": 8, "num_warps": 4}
+PARTS = {"PARTS": 256, "CHANNELS": 8, "num_warps": 8}
 
 
 class Tiles(NamedTuple):
@@ -259,7 +259,7 @@ def tiles_of(x):
 def _divide(num_pixels, num_channels):
     channels = min(triton.next_power_of_2(num_channels), 128)
     columns = triton.cdiv(num_channels, channels)
-    rows, sum_rows = TILE // channels, SUM_TILE // channels
+    rows, sum_rows = TILE // channels, SUMS["tile"] // channels
     shares = max(min(triton.cdiv(num_pixels, sum_rows), MAX_PARTIAL_SUMS // columns), 1)
     pixels_each = triton.cdiv(triton.cdiv(num_pixels, shares), sum_rows) * sum_rows
     return Tiles(
@@ -268,7 +268,7 @@ def _divide(num_pixels, num_channels):
         tile={"ROWS": rows, "CHANNELS": channels, "num_warps": 4},
         sums=(triton.cdiv(num_pixels, pixels_each), columns),
         pixels_each=pixels_each,
-        sum_tile={"ROWS": sum_rows, "CHANNELS": channels},
+        sum_tile={"ROWS": sum_rows, "CHANNELS": channels, "num_warps": SUMS["num_warps"]},
     )
 
 
@@ -300,9 +300,7 @@ def norm_activation(x, norm, kind, slope, places):
     x, x_stride = by_pixels(x)
     tiles = tiles_of(x)
     partial = x.new_empty((tiles.sums[0], 2, x.shape[1]), dtype=torch.float32)
-    _sum_kernel[tiles.sums](
-        x, norm.running_mean, partial, *tiles.sizes, x_stride, tiles.pixels_each, **tiles.sum_tile, num_warps=4
-    )
+    _sum_kernel[tiles.sums](x, norm.running_mean, partial, *tiles.sizes, x_stride, tiles.pixels_each, **tiles.sum_tile)
     saved = finish_statistics(partial, norm, tiles.sizes[0])
     apply(x, saved, kind, slope, places)
     return saved
@@ -355,7 +353,7 @@ def parameter_gradients(pieces, x, saved, kind, slope, of_weight, of_bias):
     plane = torch.empty_like(saved[:2])
     _gradient_sum_kernel[tiles.sums](
         *pieces, x, saved, partial, *tiles.sizes, *strides, x_stride, tiles.pixels_each, slope,
-        KIND=kind, PIECES=count, **tiles.sum_tile, num_warps=8,
+        KIND=kind, PIECES=count, **tiles.sum_tile,
     )  # fmt: skip
     _parameter_gradient_kernel[by_channel(x.shape[1])](
         partial, saved, of_weight, of_bias, plane, tiles.sums[0], *tiles.sizes, **PARTS
