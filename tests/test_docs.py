@@ -11,7 +11,7 @@ from utils.system.files import PROJECT_ROOT
 
 PAGES = [*sorted(PROJECT_ROOT.glob("*.md")), *sorted((PROJECT_ROOT / "docs").glob("*.md"))]
 PAGES = [page for page in PAGES if page.name != "LICENSE.md"]
-LANGUAGES: list[tuple[str, str]] = []
+LANGUAGES = [("README.md", "README.zh-TW.md"), ("VAST_SETUP.md", "VAST_SETUP.zh-TW.md")]
 PARSERS = {"train.py": options.train_parser, "test.py": options.test_parser, "detect.py": options.detect_parser,
            "export.py": options.export_parser}  # fmt: skip
 LONGEST_README, FAST_COMMAND_BEFORE, MOST_PROGRESS_WORDS = 140, 45, 1800

@@ -28,7 +28,7 @@ def test_a_row_says_default_and_what_resume_does():
     assert TRAIN_FLAGS["seed"].default is None and any(row.startswith("| `--seed` `N` |  |") for row in rows)
 
 
-@pytest.mark.parametrize("language", ["README.md"])
+@pytest.mark.parametrize("language", ["README.md", "README.zh-TW.md"])
 def test_the_readme_has_the_measured_rates(language):
     """Below a header of its own, which may be in another language."""
     lines = (PROJECT_ROOT / language).read_text(encoding="utf-8").splitlines()
