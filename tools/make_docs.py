@@ -52,7 +52,7 @@ def flags_page() -> str:
     for program, flags in PROGRAMS.items():
         parts.append(f"## {program}\n")
         for group in dict.fromkeys(flag.group for flag in flags.values()):
-            parts += [f"### {program}: {group.partition(' (')[0]}\n"] if group else []
+            parts += [f"### {program}, {group.partition(' (')[0]}\n"] if group else []
             parts.append(_flag_table([flag for flag in flags.values() if flag.group == group], program == "train.py"))
     return "\n".join(parts)
 
