@@ -5,10 +5,16 @@ python train.py --data data/coco.yaml --cfg cfg/training/yolov7-tiny.yaml --hyp 
 
 import logging
 import os
+import sys
 import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+
+if __name__ == "__main__":  # before torch is imported, which takes as long
+    from utils.system.driver import start_ahead
+
+    start_ahead(sys.argv[1:])
 
 import numpy as np
 from torch.optim.lr_scheduler import LambdaLR

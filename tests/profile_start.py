@@ -34,7 +34,9 @@ SEAMS = (  # phases in the main process; those that this version or this run doe
     "utils.engine.checkpoint:Checkpoints.after_epoch", "utils.engine.checkpoint:Checkpoints.strip",
     "utils.loggers.results:RunReport.finish", "utils.loggers.tensorboard:TensorBoardLogger.finish",
     "utils.loggers.results:plot_results", "utils.loggers.results:wait_for_background",
-    "utils.engine.trainer:Trainer.step",
+    "utils.engine.trainer:Trainer.step", "utils.engine.ema:ModelEMA.ema_for_evaluation", "train:log_scores",
+    "utils.engine.evaluate:non_max_suppression", "utils.engine.evaluate:plot_batch", "utils.plots.run:in_process",
+    "utils.engine.evaluate:DetectionScores.summary",
 )  # fmt: skip
 FAST_SEAMS = (
     "utils.data.fast.loader:agrees_with_table", "utils.data.fast.loader:gpu_agrees",
@@ -42,7 +44,7 @@ FAST_SEAMS = (
     "utils.fast.train_step:FastSteps.__init__", "utils.fast.train_step:FastSteps.step",
     "utils.fast.graph_step:GraphSteps.record", "models.fused.network:fused_model",
     "utils.fast.async_checkpoint:BackgroundCheckpoints.wait", "utils.fast.async_checkpoint:snapshot",
-    "utils.fast.start:compile_ahead",
+    "utils.fast.start:compile_ahead", "utils.fast.start:dry_loss", "utils.fast.start:dry_pass",
 )  # fmt: skip
 WAITED = 6  # steps
 
@@ -127,6 +129,9 @@ def child(options):
     phases.add("Python", 0.0)
     sampler = Sampler(phases.now) if options.samples else None
     begin = phases.now()
+    from utils.system.driver import start_ahead
+
+    start_ahead(options.line)
     import torch  # noqa: F401
 
     phases.add("import torch", begin)

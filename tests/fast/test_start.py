@@ -1,8 +1,11 @@
 """What is made ahead of the first step, and that the steps do not notice."""
 
+import importlib
 import os
 import subprocess
 import sys
+import time
+from collections import Counter
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -12,6 +15,7 @@ import torch
 from models.common import Conv
 from tests import small_run
 from tests.engine.test_trainer import new_trainer
+from utils.config.hyp import load_hyp
 from utils.fast import start
 from utils.fast.train_step import FastSteps
 from utils.system.files import PROJECT_ROOT
@@ -31,7 +35,7 @@ def test_a_dry_pass_changes_nothing():
     for conv in network:
         conv.register_forward_hook(lambda module, _, output: passes.append((module.training, tuple(output.shape))))
     generator = torch.get_rng_state()
-    start.dry_pass(network, torch.zeros(2, 3, 8, 8), nullcontext)
+    start.dry_pass(network, torch.zeros(2, 3, 8, 8), nullcontext, torch.Tensor.mean)
     assert passes == [(True, (2, 4, 8, 8))] * 2 and not network.training
     assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())
     assert network[0].conv.weight.grad.eq(1).all() and network[1].conv.weight.grad is None
@@ -42,9 +46,85 @@ def test_nothing_is_made_without_a_gpu(caplog):
     steps = FastSteps(new_trainer())
     caplog.set_level("INFO")
     caplog.clear()
-    start.prepare(is_ahead=True)(steps, (2, 3, 8, 8))
-    start.prepare(is_ahead=False)(SimpleNamespace(), (2, 3, 8, 8))
+    device = torch.device("cpu")
+    start.prepare(True, device)(steps, (2, 3, 8, 8))
+    start.prepare(False, device)(SimpleNamespace(), (2, 3, 8, 8))
     assert not caplog.text
+
+
+def test_libraries_are_loaded_before_a_process_is_forked(monkeypatch, caplog):
+    """Half precision is computed on a CPU as well; a device that fails says so at the first step, not here."""
+    hooks, started = [], []
+    monkeypatch.setattr(start.os, "register_at_fork", lambda before: hooks.append(before))
+    monkeypatch.setattr(start, "load_libraries", lambda device: (time.sleep(0.2), started.append(device)))
+    start.prepare(True, torch.device("cuda", 0))
+    hooks[0]()
+    assert started == [torch.device("cuda", 0)]
+
+
+def test_a_tiny_network_loads_what_layers_need(monkeypatch, caplog):
+    caplog.set_level("DEBUG")
+    calls = Counter()
+    for name in ("conv2d",):
+        monkeypatch.setattr(start.functional, name, counting(calls, name, getattr(start.functional, name)))
+    start.load_libraries(torch.device("cpu"))
+    assert calls["conv2d"] == 2 and not caplog.text
+    start.load_libraries(torch.device("meta"))  # has shapes and no numbers, but works
+    monkeypatch.setattr(start.functional, "conv2d", lambda *_, **__: torch.zeros(2).view(3))
+    start.load_libraries(torch.device("cpu"))
+    assert "not loaded ahead" in caplog.text
+
+
+def counting(calls, name, function):
+    def counted(*args, **kwargs):
+        calls[name] += 1
+        return function(*args, **kwargs)
+
+    return counted
+
+
+@pytest.mark.parametrize("kind", ["BatchedLossOTA", "BatchedLoss"])
+def test_all_kernels_of_a_step_are_ordered(monkeypatch, kind):
+    """Types, alignments and constants of every launch of steps on other targets are among those of the dry pass."""
+    jit = pytest.importorskip("triton.runtime.jit")
+    from models.fused.network import fused_model
+    from tests.test_kernels import kind_of
+    from utils.loss import batched
+
+    model, launches = train_tiny(), set()
+    if not isinstance(importlib.import_module("models.fused.kernels")._apply_kernel, jit.JITFunction):
+        pytest.skip("TRITON_INTERPRET=1: nothing is compiled")
+
+    def run(kernel, *args, grid, warmup, **constants):
+        launches.add((kernel.fn.__name__, *map(kind_of, args), *sorted(constants.items())))
+
+    monkeypatch.setattr(jit.JITFunction, "run", run)
+    network, loss = fused_model(model), getattr(batched, kind)(model)
+    loss.use_kernels = True
+    autocast, device = lambda: torch.autocast("cpu", torch.float16), torch.device("cpu")
+    images = torch.zeros(3, 3, 64, 64, dtype=torch.uint8).to(memory_format=torch.channels_last)
+    start.dry_pass(network, images, autocast, start.dry_loss(loss, images.shape, device))
+    ordered = set(launches)
+    names = {name for name, *_ in ordered}
+    assert {"candidates_kernel", "items_kernel", "dense_kernel", "rows_kernel", "_gradient_kernel"} <= names
+    assert ("assign_kernel" in names) == (kind == "BatchedLossOTA")
+    for number in (0, 1, 100):
+        launches.clear()
+        targets = torch.rand(number, 6)
+        targets[:, 0], targets[:, 1] = torch.arange(number) % 3, 0
+        with autocast():
+            value, _ = loss(network(images), targets, images)
+        (value * 2.0).backward()
+        assert launches and launches <= ordered, launches - ordered
+
+
+def train_tiny():
+    from models.yolo import Model
+
+    torch.manual_seed(0)
+    model = Model(str(PROJECT_ROOT / "cfg/training/yolov7-tiny.yaml"), nc=3).train()
+    model.hyp, model.gr = load_hyp(PROJECT_ROOT / "data/hyp.scratch.tiny.yaml"), 1.0
+    return model.to(memory_format=torch.channels_last)
 
 
 def test_kernels_are_ordered_and_not_run(monkeypatch):
@@ -82,21 +162,34 @@ def test_a_fast_run_does_not_load_the_compiler_of_torch(tmp_path):
 
 
 @pytest.mark.gpu
-def test_the_first_step_finds_its_kernels(caplog):
-    """The losses are those of steps that were not prepared, within what two searches of cuDNN may differ by."""
-    caplog.set_level("INFO")
+def test_the_first_step_finds_its_kernels(monkeypatch):
+    """Nothing is compiled any more, and maps and loss are those of a step that was not prepared."""
     device = torch.device("cuda", 0)
-    from models.fused.network import fused_model
-    from models.yolo import Model
+    from triton.runtime.jit import JITFunction
 
-    model = Model(str(PROJECT_ROOT / "cfg/training/yolov7-tiny.yaml"), ch=3, nc=3).to(device)
-    network = fused_model(model.to(memory_format=torch.channels_last))
+    from models.fused.network import fused_model
+    from utils.loss.batched import BatchedLossOTA
+    from utils.loss.criterion import ComputeLossOTA
+
+    model = train_tiny().to(device)
+    network, loss = fused_model(model), BatchedLossOTA(model)
     state = {name: value.clone() for name, value in model.state_dict().items()}
+    total = start.dry_loss(loss, (4, 3, 64, 64), device)
     with start.compiled_in_threads(device) as kernels:
-        start.dry_pass(network, torch.zeros(2, 3, 64, 64, device=device), lambda: torch.autocast("cuda"))
+        start.dry_pass(network, torch.zeros(4, 3, 64, 64, device=device), lambda: torch.autocast("cuda"), total)
     assert kernels and all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    images = torch.rand(2, 3, 64, 64, device=device).contiguous(memory_format=torch.channels_last)
+    late = []
+    monkeypatch.setattr(JITFunction, "_do_compile", lambda kernel, *_, **__: late.append(kernel.fn.__name__))
+    images = torch.rand(4, 3, 64, 64, device=device).contiguous(memory_format=torch.channels_last)
+    targets = torch.rand(20, 6)
+    targets[:, 0], targets[:, 1] = torch.arange(20) // 5, 0
     with torch.autocast("cuda"):
         ours, plain = network(images), model.train()(images)
+        value, _ = loss(ours, targets, images)
+    value.backward()
+    assert not late and all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
     for a, b in zip(ours, plain, strict=True):
         assert (a.float() - b.float()).norm() < 0.05 * b.float().norm()  # in half precision
+    with torch.autocast("cuda"):
+        reference, _ = ComputeLossOTA(model)(ours, targets.to(device), images)
+    assert torch.allclose(value, reference, rtol=0.01)

@@ -248,6 +248,6 @@ def test_where_triton_does_not_work_the_loss_goes_without(monkeypatch, caplog):
         raise RuntimeError("no C compiler\nwas found")
 
     monkeypatch.setattr(on_gpu, "find_candidates", broken)
-    assert on_gpu.can_run(torch.device("cpu")) is False
+    assert on_gpu.can_run(torch.device("cpu"), 3, 3) is False
     (record,) = caplog.records
     assert "Triton does not work here (no C compiler was found)" in record.getMessage()

@@ -23,6 +23,7 @@ import torch
 
 from utils.fast.train_step import FastSteps
 from utils.loss import batched_assigner
+from utils.loss.batched import grid_shapes
 from utils.ops.cuda_graph import MAX_KEYS, WARM_UP_CALLS, Captured, PaddedSizes, record
 from utils.system.files import counted
 
@@ -109,9 +110,8 @@ class GraphSteps(FastSteps):
 
     def _prepare(self, batch, shape):
         """The CandidateSets of a batch, with the padded sizes of its image shape if they are large enough."""
-        head, (num_images, _, height, width) = self.loss.head, batch.images.shape
-        grids = [(num_images, head.na, height // s, width // s, head.no) for s in map(int, head.stride.tolist())]
-        return self.loss.prepare(batch.targets, grids, (height, width), at_least=shape.padded.sizes)
+        grids, image_size = grid_shapes(self.loss.head, batch.images.shape), tuple(batch.images.shape[2:])
+        return self.loss.prepare(batch.targets, grids, image_size, at_least=shape.padded.sizes)
 
     def _capture_for(self, batch, sizes, shape):
         """Capture the graph of `shape` with room for `sizes`; returns the CandidateSets of the batch, as large."""

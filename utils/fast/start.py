@@ -1,7 +1,8 @@
 """A training run that starts sooner: what its first step would wait for is made ahead of it, or left out (--fast-step).
 
 torch's compiler    is not imported only because an optimiser is made
-cuDNN's search      tries few kernels for each convolution, those that its heuristics name first
+cuDNN, cuBLAS       are loaded in a thread, while the model is built and the data are read
+cuDNN's search      has been done
 Triton's kernels    are compiled and loaded in threads, all at once, instead of one after the other
 """
 
@@ -12,10 +13,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from threading import Thread
 from typing import Any
 
 import torch
+from torch.nn import functional
 
+from utils.loss.batched import grid_shapes
 from utils.system.files import counted
 
 logger = logging.getLogger(__name__)
@@ -23,12 +27,17 @@ logger = logging.getLogger(__name__)
 THREADS = min(16, os.cpu_count() or 1)
 
 
-def prepare(is_ahead: bool) -> Callable:
+def prepare(is_ahead: bool, device: torch.device) -> Callable:
     """Settle what holds for the whole process; returns a function of the steps and their image shape: `compile_ahead`.
 
     Without `is_ahead` that function does nothing: the first step is not known before.
     """
     _leave_out_compiler()
+    if device.type == "cuda":
+        loading = Thread(target=load_libraries, args=(device,), name="loading cuDNN")
+        loading.start()
+        # A process that is forked meanwhile would have the locks of that thread, and nobody to open them.
+        os.register_at_fork(before=loading.join)
     return compile_ahead if is_ahead else _nothing_ahead
 
 
@@ -50,6 +59,23 @@ def _leave_out_compiler():
             inner.__dynamo_disable = inner  # where the wrapper looks for what it made
 
 
+def load_libraries(device: torch.device) -> None:
+    """Let torch load the libraries of convolutions and matrix products: by a tiny network, and its gradients."""
+
+    def ones(*shape):
+        return torch.ones(shape, dtype=torch.float16, device=device, requires_grad=True)
+
+    try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # a thread begins with the first one
+        maps = ones(2, 64, 8, 8).to(memory_format=torch.channels_last)
+        for weight in (ones(64, 64, 3, 3), ones(8, 64, 1, 1)):
+            maps = functional.conv2d(maps, weight.to(memory_format=torch.channels_last), padding=weight.shape[2] // 2)
+        maps.permute(0, 2, 3, 1).reshape(-1, 8).matmul(ones(8, 8)).sum().backward()
+    except Exception as error:  # the first step meets it again, where it belongs
+        logger.debug("libraries not loaded ahead: %s", error)
+
+
 def compile_ahead(steps: Any, shape: Sequence[int]) -> None:
     """Make what the first step on images of `shape` [b x 3 x h x w] needs on a GPU: kernels, and cuDNN's choices.
 
@@ -60,18 +86,33 @@ def compile_ahead(steps: Any, shape: Sequence[int]) -> None:
     if device.type != "cuda":
         return
     logger.info("Preparing the kernels for images %s ...", " x ".join(map(str, shape)))
+    total = dry_loss(trainer.compute_loss, shape, device)  # before the rest: it asks the device whether kernels work
     with getattr(steps, "on_stream", nullcontext)(), compiled_in_threads(device) as kernels:
         images = steps.as_input(torch.zeros(shape, dtype=torch.uint8, device=device))
-        dry_pass(trainer.network, images, trainer.autocast)
+        dry_pass(trainer.network, images, trainer.autocast, total)
     torch.cuda.synchronize(device)
     logger.info("%s ready after %.1f s", counted(len(kernels), "kernel of Triton", "kernels of Triton"),
                 time.monotonic() - began)  # fmt: skip
 
 
-def dry_pass(network: torch.nn.Module, images: torch.Tensor, autocast: Callable) -> None:
-    """One pass forward, under `autocast()`, and backward, that leaves gradients and running statistics as they were.
+def dry_loss(compute_loss: Any, shape: Sequence[int], device: torch.device) -> Callable:
+    """What makes a number of the maps for images of `shape`: the loss if kernels do all its work, else any sum.
 
-    Without the loss: it would take its indices from kernels that are compiled meanwhile, and have not run.
+    Torch's operations would take their indices from kernels that are compiled meanwhile, and have not run.
+    """
+    if not getattr(compute_loss, "has_kernels", bool)():
+        return lambda maps: sum(map_.float().mean() for map_ in _tensors(maps))
+    targets = torch.full((shape[0], 6), 0.5)  # one for each image
+    targets[:, 0], targets[:, 1] = torch.arange(shape[0]), 0
+    sets = compute_loss.prepare(targets, grid_shapes(compute_loss.head, shape), tuple(shape[2:]))
+    sets = [own.to(device) for own in sets]
+    return lambda maps: compute_loss.compute(maps, sets)[0]
+
+
+def dry_pass(network: torch.nn.Module, images: torch.Tensor, autocast: Callable, total: Callable) -> None:
+    """One pass forward, under `autocast()`, and backward from `total(maps)`, a number.
+
+    Gradients and running statistics stay as they were.
     """
     was_training, buffers, parameters = network.training, list(network.buffers()), list(network.parameters())
     kept, gradients = [buffer.clone() for buffer in buffers], [parameter.grad for parameter in parameters]
@@ -79,8 +120,8 @@ def dry_pass(network: torch.nn.Module, images: torch.Tensor, autocast: Callable)
         parameter.grad = None
     network.train()
     with autocast():
-        outputs = list(_tensors(network(images)))
-    sum(output.float().mean() for output in outputs).backward()  # torch imports much when it is given gradients
+        loss = total(network(images))
+    loss.sum().backward()  # torch imports much when it is given gradients
     network.train(was_training)
     for buffer, before in zip(buffers, kept, strict=True):
         buffer.copy_(before)

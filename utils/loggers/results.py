@@ -90,7 +90,7 @@ class RunReport:
         rows = np.concatenate([np.zeros((0, 5)), *labels])
         self.tensorboard.labels(rows[:, 0])
         if self.draws_images:
-            in_background(plot_labels, rows, self.names, self.save_dir)
+            in_process(plot_labels, rows, self.names, self.save_dir)  # a second in which the first step is prepared
 
     def also(self, source: Callable[[], dict[str, float]]) -> None:
         """`source()` gives further scalars {tag: value} for the event file after every epoch."""

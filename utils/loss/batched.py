@@ -110,9 +110,9 @@ class BatchedLoss(ComputeLoss):
     def has_kernels(self):
         """Whether `on_gpu` does the work: Triton is there and compiles for the device of the head."""
         if self.use_kernels is None:
-            device = self.head.anchors.device
+            head, device = self.head, self.head.anchors.device
             self.use_kernels = device.type == "cuda" and find_spec("triton") is not None
-            self.use_kernels = self.use_kernels and load_kernels().can_run(device)
+            self.use_kernels = self.use_kernels and load_kernels().can_run(device, head.nl, head.na)
         return self.use_kernels
 
     def _host_anchors(self):
@@ -256,6 +256,10 @@ class BatchedHeadsLoss(HeadsLoss):
             candidate_sets += compute.prepare(own, levels, image_size, sizes)
         return candidate_sets
 
+    def has_kernels(self):
+        """As BatchedLoss: the heads lie on one device."""
+        return all(compute.has_kernels() for compute in self.losses)
+
     def compute(self, predictions, candidate_sets):
         """Loss [1] and items [4] of `predictions` with the `candidate_sets` of all heads on their device."""
         heads = zip(self.losses, self.own_columns(predictions), self._by_head(candidate_sets), strict=True)
@@ -268,6 +272,12 @@ class BatchedHeadsLoss(HeadsLoss):
 
 
 CLASSES = LossClasses(BatchedLoss, BatchedLossOTA, BatchedLossAuxOTA, BatchedHeadsLoss)
+
+
+def grid_shapes(head, images_shape):
+    """The shapes [batch, na, ny, nx, no] of the lead maps of `head` for images of `images_shape` [b x c x h x w]."""
+    batch, _, height, width = images_shape
+    return [(batch, head.na, height // s, width // s, head.no) for s in map(int, head.stride.tolist())]
 
 
 def load_kernels():

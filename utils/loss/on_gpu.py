@@ -377,10 +377,12 @@ def compute(loss, branches, batches: Sequence[TargetSet]):
 
 
 @cache
-def can_run(device):
-    """Whether Triton compiles for `device`; if not, the reason is logged once."""
+def can_run(device, num_layers, num_anchors):
+    """Whether Triton compiles for `device` and a head of that kind; if not, the reason is logged once."""
     try:
-        nothing = target_set(torch.zeros(0, 6), [(1, 1, 1, 1, 6)], torch.ones(1, 1, 2), [1.0], None, balance=[1.0])
+        shapes, ones = [(1, num_anchors, 1, 1, 6)] * num_layers, [1.0] * num_layers
+        anchors = torch.ones(num_layers, num_anchors, 2)
+        nothing = target_set(torch.zeros(0, 6), shapes, anchors, ones, None, balance=ones)
         find_candidates(nothing.to(device)).counts.cpu()
     except Exception as error:  # compilers fail in any way; the other form needs none
         reason = " ".join(str(error).split())[:200]

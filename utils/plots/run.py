@@ -5,6 +5,8 @@ generator.
 """
 
 import logging
+import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import get_all_start_methods, get_context
@@ -16,6 +18,7 @@ import numpy as np
 from utils.metrics.detection import fitness
 from utils.plots.images import class_name
 from utils.plots.style import FAINT, INK, PALETTE, new_figure, save_figure, set_title, whole_numbers
+from utils.system.children import enter_child
 from utils.system.files import cause_of
 
 logger = logging.getLogger(__name__)
@@ -63,7 +66,8 @@ def in_process(function: Callable, *args) -> None:
     if "fork" not in get_all_start_methods():
         _guarded(function, *args)
         return
-    process = get_context("fork").Process(target=_guarded, args=(function, *args), name="figure")
+    parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
+    process = get_context("fork").Process(target=_draw, args=(parent, function, *args), name="figure")
     process.start()
     _PROCESSES.append(process)
 
@@ -74,6 +78,12 @@ def wait_for_background() -> None:
         _PENDING.pop().result()
     while _PROCESSES:
         _PROCESSES.pop().join()
+
+
+def _draw(parent, function, *args):
+    """The life of a process that draws."""
+    enter_child(parent)
+    _guarded(function, *args)
 
 
 def _guarded(function, *args, **kwargs):

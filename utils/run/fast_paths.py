@@ -112,7 +112,7 @@ def table(opt: Namespace, device: torch.device) -> tuple[FastPath, ...]:
                  lambda _: partial(load("utils.fast.graph_step:GraphSteps"), **step_options(opt)),
                  is_loud=opt.cuda_graph),
         FastPath("ahead", "kernels compiled in threads", step, None,
-                 lambda _: load("utils.fast.start:prepare")(why_not_ahead(opt, compiling) is None)),
+                 lambda _: load("utils.fast.start:prepare")(why_not_ahead(opt, compiling) is None, device)),
         FastPath("evaluate", "on the device, in batches (fast/validation.py)", validation, None,
                  lambda _: load("utils.fast.validation:FastValidation")()),
         FastPath("drawn", "without cuDNN's search", validation if on_gpu else None, None,

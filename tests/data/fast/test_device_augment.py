@@ -1,6 +1,8 @@
 """The last steps of a sample: at once, and later for a whole batch, give the same bytes."""
 
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import cv2
@@ -16,6 +18,7 @@ from utils.data.fast.deferred import STEPS, TABLES, DeferredDataset
 from utils.data.fast.device_augment import DeferredBatch
 from utils.data.transforms import Colours
 from utils.datasets import LoadImagesAndLabels, create_dataloader
+from utils.system.files import PROJECT_ROOT
 
 AT_ONCE = LoadImagesAndLabels.__new__(LoadImagesAndLabels)  # its steps need no data
 
@@ -218,3 +221,20 @@ def test_colours_stay_on_a_gpu_that_only_warps_otherwise(warps, folder, monkeypa
                                   defer_steps=True)  # fmt: skip
     images, *_ = next(iter(loader))
     assert isinstance(images, DeferredBatch) and (images.steps.shape[1] > STEPS) == warps
+
+
+def test_a_run_may_end_while_the_gpu_is_asked():
+    """Python ends a daemon thread inside of torch in a way that aborts the process."""
+    program = """
+import sys, time, torch
+from utils.data.fast import device_augment
+def agrees(size):
+    end = time.monotonic() + 1
+    while time.monotonic() < end:
+        torch.rand(300, 300) @ torch.rand(300, 300)
+device_augment.agrees_with_table = agrees
+device_augment.ask_ahead(64, torch.device("cpu"))
+sys.exit(2)
+"""
+    run = subprocess.run([sys.executable, "-c", program], cwd=PROJECT_ROOT, capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stderr) == (2, "")

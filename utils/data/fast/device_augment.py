@@ -110,7 +110,8 @@ def ask_ahead(size, device):
         if agrees_with_table(size):
             gpu_agrees(size, rounding_mode(size) is not None)
 
-    Thread(target=ask, name="asking the GPU", daemon=True).start()
+    # No daemon: Python ends such threads wherever they are, which inside a library of C++ aborts the process.
+    Thread(target=ask, name="asking the GPU").start()
 
 
 def gpu_agrees(size, with_affine):

@@ -1,0 +1,39 @@
+"""The driver of the GPU, started while Python still imports torch: both take seconds, and neither needs the other."""
+
+import ctypes
+import os
+from collections.abc import Mapping, Sequence
+from threading import Thread
+
+FLAGS = ("--fast", "--cuda-graph")  # of runs that want to begin soon
+OTHERS = ("--device", "--resume", "--help")  # the GPU, or whether there is work, is not known before these are read
+LAUNCHED = "RANK"  # environment variable of one of several processes, each with a GPU of its own
+
+
+def start_ahead(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> Thread | None:
+    """Let a thread open the first GPU, if the command line `words` asks for a fast run there; returns the thread.
+
+    torch later uses the very same context. Where anything fails nothing is said: torch will find out, and say it.
+    """
+    is_fast = any(word.startswith(FLAGS) for word in words)
+    if not is_fast or LAUNCHED in environment or any(word.startswith(OTHERS) for word in words):
+        return None
+    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch sets it, which the driver reads once
+    # No daemon: Python ends such threads wherever they are, which inside a library of C++ aborts the process.
+    thread = Thread(target=open_first_gpu, name="starting the driver")
+    thread.start()
+    return thread
+
+
+def open_first_gpu(load=ctypes.CDLL) -> bool:
+    """Make the context that all libraries of this process share on GPU 0, and keep it; whether that worked."""
+    try:
+        driver = load("libcuda.so.1")
+    except OSError:
+        return False
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    return (
+        driver.cuInit(0) == 0
+        and driver.cuDeviceGet(ctypes.byref(device), 0) == 0
+        and driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0
+    )
