@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from utils.engine.ema import ModelEMA
-from utils.fast.flat_optimizer import ALIGNED, FlatAverage, FlatSGD, flatten, starts_of, trained
+from tests.engine.test_trainer import new_trainer
+from utils.engine.ema import ModelEMA, new_half_copy
+from utils.fast.flat_optimizer import ALIGNED, FlatAverage, FlatSGD, KeptHalfCopy, flatten, starts_of, trained
+from utils.fast.train_step import FastSteps
 
 
 def new_model():
@@ -222,3 +224,33 @@ def test_other_tensors_in_the_model_are_noticed():
         assert average.is_valid()
         change(model)
         assert not average.is_valid()
+
+
+def test_the_half_copy_that_is_kept_follows_the_average():
+    ema, kept = ModelEMA(new_model()), KeptHalfCopy()
+    ema.half_copy = kept
+    first = ema.ema_for_evaluation(half=True)
+    first.to(memory_format=torch.contiguous_format)  # whoever evaluates may want another order
+    for seed in range(3):
+        model = new_model()
+        model[0].weight.data.add_(seed + 1 / 3)
+        model(images(seed))  # moves running statistics, and counts
+        ema.ema.load_state_dict(model.state_dict())
+        ema.ema.names = [str(seed)]
+        average = deepcopy(ema.ema.state_dict())
+        copy, new = ema.ema_for_evaluation(half=True), new_half_copy(ema.ema)
+        assert copy is first and copy.names == [str(seed)] and not copy.training
+        for (name, ours), value in zip(copy.state_dict().items(), new.state_dict().values(), strict=True):
+            assert ours.dtype == value.dtype and torch.equal(ours, value), name
+        assert all(torch.equal(average[name], value) for name, value in ema.ema.state_dict().items())
+    ema.ema = deepcopy(ema.ema)  # another model: another copy
+    assert ema.ema_for_evaluation(half=True) is not first
+    assert ema.ema_for_evaluation(half=False) is ema.ema
+
+
+def test_fast_steps_copy_the_average_once_for_all_validations():
+    trainer = new_trainer()
+    plain = trainer.ema.ema_for_evaluation(half=True)
+    assert trainer.ema.ema_for_evaluation(half=True) is not plain
+    FastSteps(trainer)
+    assert trainer.ema.ema_for_evaluation(half=True) is trainer.ema.ema_for_evaluation(half=True)

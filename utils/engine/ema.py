@@ -22,11 +22,18 @@ def average_per_tensor(ema, model, decay):
             average.add_(current[name].detach() * (1 - decay))
 
 
+def new_half_copy(model):
+    """A copy of `model` in half precision."""
+    return deepcopy(model).half()
+
+
 class ModelEMA:
     """Holds `ema`, the average of a model in eval mode, and the number of `updates` that went into it.
 
-    `average` (ema, model, decay) does the arithmetic in place.
+    `average` (ema, model, decay) does the arithmetic in place, `half_copy` (ema) makes what a GPU evaluates.
     """
+
+    half_copy = staticmethod(new_half_copy)
 
     def __init__(self, model, decay=0.9999, updates=0, average=average_per_tensor):
         self.ema = deepcopy(unwrap(model)).eval().requires_grad_(False)
@@ -61,4 +68,4 @@ class ModelEMA:
 
     def ema_for_evaluation(self, half):
         """A model that may be evaluated: a half-precision copy with `half`, so that the average is never rounded."""
-        return deepcopy(self.ema).half() if half else self.ema
+        return self.half_copy(self.ema) if half else self.ema

@@ -14,7 +14,7 @@ import torch
 from utils.engine.batches import Batch
 from utils.engine.trainer import Trainer
 from utils.fast.exchange import Alone
-from utils.fast.flat_optimizer import FlatAverage, FlatSGD, trained
+from utils.fast.flat_optimizer import FlatAverage, FlatSGD, KeptHalfCopy, trained
 from utils.fast.loss_readback import ReadBack
 from utils.fast.prefetcher import as_float, to_device
 from utils.system.distributed import unwrap
@@ -39,6 +39,7 @@ class FastSteps:
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
         for model in (trainer.model, trainer.ema.ema):
             unwrap(model).to(memory_format=torch.channels_last)
+        trainer.ema.half_copy = KeptHalfCopy()
         self.device = next(trainer.model.parameters()).device
         self.losses = ReadBack(interval, self.device)
         self.exchange = open_exchange(self.device)
