@@ -73,9 +73,11 @@ def build(case, kind, path, device, precision):
 
 def network_of(model, path, device):
     """What the forward pass calls: the fused form, where its kernels can run."""
-    from utils.run.fast_paths import has_triton, load
+    from utils.run.fast_paths import load
+    from utils.system.compilers import why_no_kernels
 
-    return load("models.fused.network:fused_model")(model) if path != "reference" and has_triton(device) else model
+    is_fused = path != "reference" and not why_no_kernels(device)
+    return load("models.fused.network:fused_model")(model) if is_fused else model
 
 
 def target_sets(case):

@@ -162,7 +162,7 @@ def launches():
 
     def note(kernel, grid):
         def launch(*arguments, **constants):
-            kind = tuple(map(kind_of, arguments)), tuple(sorted(constants.items()))
+            kind = kind_of(kernel, arguments, constants)
             of_kernel = noted.setdefault(f"{kernel.fn.__module__}:{kernel.fn.__name__}", {})
             of_kernel[kind] = lambda: kernel.run(*arguments, grid=grid, warmup=True, **constants)
 
@@ -175,11 +175,20 @@ def launches():
     return {name: list(of_kernel.values()) for name, of_kernel in noted.items()}
 
 
-def kind_of(argument):
-    """What Triton compiles anew for: types, the value 1, multiples of 16."""
+def kind_of(kernel, arguments, constants):
+    """What Triton compiles anew for: types and constants, alignment; of numbers it is told 1 and multiples of 16."""
+    known = zip(arguments, kernel.params, strict=False)  # some constants are among the arguments
+    return (*(_kind_of(argument, parameter) for argument, parameter in known), *sorted(constants.items()))
+
+
+def _kind_of(argument, parameter):
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
-    return type(argument), argument == 1, isinstance(argument, int) and argument % 16 == 0
+    if parameter.is_constexpr:
+        return argument
+    if parameter.do_not_specialize or not isinstance(argument, int):
+        return type(argument)
+    return argument == 1, argument % 16 == 0
 
 
 def test_every_kernel_is_launched_here(launches):

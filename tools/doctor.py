@@ -14,7 +14,6 @@ import os
 import resource
 import shutil
 import sys
-import sysconfig
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools import roofline  # noqa: E402  (needs the path above)
 from utils.run import entry  # noqa: E402
+from utils.system.compilers import ADVICE, c_compiler, has_headers  # noqa: E402
 from utils.system.cores import usable_cores  # noqa: E402
 from utils.system.memory import SHARED_MEMORY, available_memory, describe_bytes  # noqa: E402
 
@@ -141,8 +141,7 @@ def judge_compiler(triton, compiler, headers, has_gpu):
     found = f"Triton {triton or 'not installed'}, {compiler or 'no compiler'}" + " without Python.h" * (not headers)
     if not missing or not has_gpu:
         return Row("Triton and compiler", found, OK, "" if has_gpu else "needed with a GPU only")
-    return Row("Triton and compiler", found, SLOW, f"without {missing} --fast cannot use kernels of its own: "
-               "pip install triton, apt-get install -y gcc python3-dev")  # fmt: skip
+    return Row("Triton and compiler", found, SLOW, f"without {missing} --fast cannot use kernels of its own: {ADVICE}")
 
 
 def judge_version(module, version):
@@ -209,9 +208,6 @@ def examine(folder):
         rows += [judge_architecture(torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0),
                                     torch.cuda.get_arch_list()),
                  judge_gpu_memory(*torch.cuda.mem_get_info(0))]  # fmt: skip
-    compilers = (os.environ["CC"],) if os.environ.get("CC") else ("gcc", "clang")  # as Triton looks for one
-    compiler = next(filter(None, map(shutil.which, compilers)), None)
-    headers = Path(sysconfig.get_paths()["include"], "Python.h").is_file()
     shared = shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else None
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return [
@@ -221,7 +217,7 @@ def examine(folder):
         judge_shared_memory(shared),
         judge_disk(shutil.disk_usage(folder).free, folder),
         judge_pinned(None if limit == resource.RLIM_INFINITY else limit, can_pin() if has_gpu else None),
-        judge_compiler(version_of("triton"), compiler, headers, has_gpu),
+        judge_compiler(version_of("triton"), c_compiler(), has_headers(), has_gpu),
         *(judge_version(module, version_of(module)) for module in TESTED),
     ]
 

@@ -15,6 +15,9 @@ from models.fused.kernels import by_pixels, pixel_stride
 MAX_WINDOW = 15  # a place in it is a byte
 SWEPT = 5, 1  # the window and stride of the pyramids: by sweeps, 2 to 3 times as fast as the kernels for any window
 TILE = 1024  # elements that a program holds at a time
+# Arguments that a kernel is not compiled anew for, as in kernels.py. How many channels there are, and how far apart
+# pixels lie, tells the compiler how many numbers to move at once; these tell it nothing.
+SIZES = ("num_pixels", "num_lines", "height", "width", "pooled_height", "pooled_width", "rows", "columns")
 
 
 @triton.jit
@@ -46,7 +49,7 @@ def _added(one, two, three, pixel, channel, stride1, stride2, stride3, inside, C
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _max_pool_kernel(x, y, copy, choice, num_pixels, num_channels, height, width, pooled_height, pooled_width,
                      x_stride, y_stride, copy_stride, WINDOW: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
                      COPY: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
@@ -74,7 +77,7 @@ def _max_pool_kernel(x, y, copy, choice, num_pixels, num_channels, height, width
         _write(copy, pixel, channel, copy_stride, inside, best)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _gather_kernel(one, two, three, choice, plus, more, result, num_pixels, num_channels, height, width, stride1,
                    stride2, stride3, plus_stride, more_stride, result_stride, WINDOW: tl.constexpr,
                    PIECES: tl.constexpr, PLUS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
@@ -97,7 +100,7 @@ def _gather_kernel(one, two, three, choice, plus, more, result, num_pixels, num_
     _write(result, pixel, channel, result_stride, inside, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _spread_kernel(one, two, three, choice, plus, more, result, num_pixels, num_channels, height, width, pooled_height,
                    pooled_width, rows, columns, stride1, stride2, stride3, plus_stride, more_stride, result_stride,
                    WINDOW: tl.constexpr, PIECES: tl.constexpr, PLUS: tl.constexpr, ROWS: tl.constexpr,
@@ -120,7 +123,7 @@ def _spread_kernel(one, two, three, choice, plus, more, result, num_pixels, num_
         _write(result, there, channel, result_stride, here, part)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _sweep_kernel(x, y, copy, choice, num_lines, num_channels, height, width, x_stride, y_stride, copy_stride,
                   COPY: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
     """Windows 5x5, stride 1, as _max_pool_kernel: down a column, the largest of five in a row goes to five windows.
@@ -164,7 +167,7 @@ def _larger(best, chosen, value, number):
     return tl.where(better, value, best), tl.where(better, number, chosen)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _gradient_sweep_kernel(one, two, three, choice, plus, more, result, num_lines, num_channels, height, width,
                            stride1, stride2, stride3, plus_stride, more_stride, result_stride, PIECES: tl.constexpr,
                            PLUS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
@@ -194,7 +197,7 @@ def _gradient_sweep_kernel(one, two, three, choice, plus, more, result, num_line
         total0, total1, total2, total3 = total1, total2, total3, total4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _upsample_kernel(x, y, copy, num_pixels, num_channels, width, x_stride, y_stride, copy_stride,
                      COPY: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
     """Each pixel of x, `width` in a row, becomes four of y."""
@@ -209,7 +212,7 @@ def _upsample_kernel(x, y, copy, num_pixels, num_channels, width, x_stride, y_st
             _write(copy, there, channel, copy_stride, inside, value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _sum_of_four_kernel(one, two, three, plus, more, result, num_pixels, num_channels, width, stride1, stride2,
                         stride3, plus_stride, more_stride, result_stride, PIECES: tl.constexpr, PLUS: tl.constexpr,
                         ROWS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip

@@ -96,7 +96,7 @@ def test_all_kernels_of_a_step_are_ordered(monkeypatch, kind):
         pytest.skip("TRITON_INTERPRET=1: nothing is compiled")
 
     def run(kernel, *args, grid, warmup, **constants):
-        launches.add((kernel.fn.__name__, *map(kind_of, args), *sorted(constants.items())))
+        launches.add((kernel.fn.__name__, *kind_of(kernel, args, constants)))
 
     monkeypatch.setattr(jit.JITFunction, "run", run)
     network, loss = fused_model(model), getattr(batched, kind)(model)
@@ -108,14 +108,17 @@ def test_all_kernels_of_a_step_are_ordered(monkeypatch, kind):
     names = {name for name, *_ in ordered}
     assert {"candidates_kernel", "items_kernel", "dense_kernel", "rows_kernel", "_gradient_kernel"} <= names
     assert ("assign_kernel" in names) == (kind == "BatchedLossOTA")
-    for number in (0, 1, 100):
+    for number, batch, side in ((0, 3, 64), (1, 3, 64), (100, 3, 64), (9, 2, 96)):
         launches.clear()
-        targets = torch.rand(number, 6)
-        targets[:, 0], targets[:, 1] = torch.arange(number) % 3, 0
+        targets, images = torch.rand(number, 6), torch.zeros(batch, 3, side, side, dtype=torch.uint8)
+        images = images.to(memory_format=torch.channels_last)
+        targets[:, 0], targets[:, 1] = torch.arange(number) % batch, 0
         with autocast():
             value, _ = loss(network(images), targets, images)
         (value * 2.0).backward()
-        assert launches and launches <= ordered, launches - ordered
+        late = {name for name, *_ in launches - ordered}
+        # For other batches and image sizes as well, but for a gradient that is written faster if its size is regular.
+        assert launches and late <= ({"dense_kernel"} if batch != 3 else set())
 
 
 def train_tiny():

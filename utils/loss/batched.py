@@ -23,7 +23,6 @@ returns TargetSets instead of CandidateSets, which are used in the same way.
 import math
 from collections.abc import Sequence
 from functools import partial
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -36,6 +35,7 @@ from utils.loss.candidates import CandidateSet, find_candidates
 from utils.loss.criterion import AUXILIARY_WEIGHT, ComputeLoss, LossClasses, smooth_labels
 from utils.loss.gradients import KnownGradients, binary_loss, binary_loss_change, complete_iou
 from utils.loss.multi_head import HeadsLoss, LossAndItems
+from utils.system.compilers import why_no_kernels
 
 
 class GatheredPredictions(NamedTuple):
@@ -111,8 +111,7 @@ class BatchedLoss(ComputeLoss):
         """Whether `on_gpu` does the work: Triton is there and compiles for the device of the head."""
         if self.use_kernels is None:
             head, device = self.head, self.head.anchors.device
-            self.use_kernels = device.type == "cuda" and find_spec("triton") is not None
-            self.use_kernels = self.use_kernels and load_kernels().can_run(device, head.nl, head.na)
+            self.use_kernels = not why_no_kernels(device) and load_kernels().can_run(device, head.nl, head.na)
         return self.use_kernels
 
     def _host_anchors(self):

@@ -110,7 +110,7 @@ def decode_side(logit, anchor_side):
 # --- objectness of all cells -----------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_cells",))  # another batch or image size compiles nothing anew
 def objectness_kernel(integers, numbers, m0, m1, m2, m3, m4, gradients, sums, num_cells, num_columns, gap, gain,
                       positive_weight, gamma, L: tl.constexpr, A: tl.constexpr, FOCAL: tl.constexpr,
                       BLOCK: tl.constexpr):  # fmt: skip
@@ -236,7 +236,7 @@ def matches_loss_kernel(targets, first, counts, per_layer, integers, numbers, ma
     tl.store(terms + 2 * num_terms + tl.program_id(0), class_term)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_sums",))
 def items_kernel(terms, object_sums, items, num_sums, box_gain, object_gain, class_gain, batch_size,
                  BLOCK: tl.constexpr):  # fmt: skip
     """items [5]: box, objectness and class loss, their sum, and that times the batch size; terms [3]."""
@@ -258,7 +258,7 @@ def items_kernel(terms, object_sums, items, num_sums, box_gain, object_gain, cla
 # --- the gradients of the maps ---------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit  # for the sizes as well: several numbers are stored at once if they are multiples of 16
 def dense_kernel(objectness, scale, result, size, A: tl.constexpr, STEP: tl.constexpr, COLUMNS: tl.constexpr,
                  BLOCK: tl.constexpr):  # fmt: skip
     """result [size] of a map: `objectness` [rows] times `scale` [1] in column 4 of each row, 0 elsewhere.

@@ -22,6 +22,7 @@ from utils.engine.evaluate import evaluate
 from utils.engine.trainer import Trainer
 from utils.loss import losses_by_epoch
 from utils.system import distributed
+from utils.system.compilers import why_no_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -87,11 +88,14 @@ def table(opt: Namespace, device: torch.device) -> tuple[FastPath, ...]:
     validation, is_several = asked(opt, "fast_val", "fast"), getattr(opt, "world_size", 1) > 1
     compiling = "USE_COMPILE=1" if is_on("USE_COMPILE") else None
     compiler = load("utils.fast.compile:options_from_environment")() if compiling else ()
+    losses = "whole batch at once (loss/batched.py)"
+    if on_gpu and (lacking := why_no_kernels(device)):
+        losses += f", by operations of torch ({lacking})"
     several = step if getattr(opt, "world_size", 1) > 1 else None
     return (
         FastPath("loader", describe(loader), " ".join(filter(None, (asked(opt, name) for name in LOADER_FLAGS))), None,
                  lambda _: asking_ahead(loader, opt, device)),
-        FastPath("losses", "whole batch at once (loss/batched.py)", loss, None,
+        FastPath("losses", losses, loss, None,
                  lambda losses: partial(losses, classes=load("utils.loss.batched:CLASSES"))),
         FastPath("losses", f"plain, OTA in the last {opt.ota_last} epochs", asked(opt, "ota_last"), None,
                  lambda losses: partial(losses, ota_last=opt.ota_last)),
@@ -210,8 +214,7 @@ def why_no_graph(opt: Namespace, device: torch.device) -> str | None:
 
 def why_not_fused(opt: Namespace, device: torch.device, compiling: str | None) -> str | None:
     """What keeps the model from running by the kernels of models/fused."""
-    return _first({
-        "Triton and a GPU are needed": not has_triton(device),
+    return why_no_kernels(device) or _first({
         **_not_bare(opt),
         "torch.compile makes its own": compiling,
     })  # fmt: skip
@@ -247,11 +250,6 @@ def _first(obstacles):
     return next((reason for reason, is_true in obstacles.items() if is_true), None)
 
 
-def has_triton(device: torch.device) -> bool:
-    """Whether our kernels can run there."""
-    return load("utils.data.fast.device_augment:has_triton")(device)
-
-
 # The loader -----------------------------------------------------------------------------------------------------------
 
 
@@ -270,7 +268,7 @@ def loader_options(opt: Namespace, device: torch.device) -> dict[str, Any]:
         options["max_batches"] = opt.max_iter
     if not any(options.values()) and opt.seed is None:
         return {}
-    if options["worker_tensor"] and wanted_for_a_step(opt, "fast_step") and has_triton(device):
+    if options["worker_tensor"] and wanted_for_a_step(opt, "fast_step") and not why_no_kernels(device):
         options["defer_steps"] = True
     return options | {"timeout": opt.loader_timeout, "seed": opt.seed}
 

@@ -85,7 +85,7 @@ def test_every_colour_on_the_gpu():
 
 @pytest.mark.parametrize("with_affine", [False, True])
 def test_a_gpu_that_does_not_agree_is_not_used(with_affine, monkeypatch, caplog):
-    monkeypatch.setattr(device_augment, "has_triton", lambda device: True)
+    monkeypatch.setattr(device_augment, "why_no_kernels", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the host in the role of the GPU
     agrees, whole, calls = device_augment._gpu_agrees.__wrapped__, device_augment.DeferredBatch.augmented, []
     assert agrees(32, with_affine) and not caplog.text

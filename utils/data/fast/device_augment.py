@@ -6,7 +6,6 @@ The way to HSV is integer arithmetic; the way back is looked up in a table that 
 
 import logging
 from functools import lru_cache
-from importlib.util import find_spec
 from threading import Lock, Thread
 from typing import NamedTuple
 
@@ -28,6 +27,7 @@ from utils.data.fast.deferred import (
     warp_with_grid,
 )
 from utils.data.pixel_ops import apply_tables
+from utils.system.compilers import why_no_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -84,11 +84,6 @@ def _augment(image, steps, place):
     cv2.cvtColor(img, cv2.COLOR_BGR2RGB, dst=place)
 
 
-def has_triton(device):
-    """Whether `device` is a GPU and Triton, which makes our kernels, is there."""
-    return device.type == "cuda" and find_spec("triton") is not None
-
-
 def agrees_with_table(width):
     """Whether OpenCV converts rows of `width` pixels as the table (`colours_of_hsv`) does.
 
@@ -123,7 +118,7 @@ def gpu_agrees(size, with_affine):
 @lru_cache(maxsize=8)
 def _gpu_agrees(size, with_affine):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not has_triton(device):
+    if why_no_kernels(device):
         return True
     host = synthetic_batch(size, with_affine)
     try:
