@@ -6,9 +6,9 @@ The network runs once on tensors without memory (PyTorch's meta device). FORMS s
 becomes, and which maps each of these reads and writes. A kernel takes the longer of moving its bytes and doing its
 products, and its launch. Whether a batch fits into the memory of a card is not asked.
 
-BANDWIDTH, MATRIX and LAUNCH were chosen once, for the rates of the fused form measured on an H100 and an H200, and the
-errors are shown; "planned" is what --fast does since then. For other GPUs the rates are predictions that nobody has
-measured.
+BANDWIDTH, MATRIX and LAUNCH come from kernels timed by themselves, not from the rates of MEASURED: those judge them,
+and the errors are shown. The form "fused" was measured on an H200 only, "plain" on an H100 only; all other rates are
+predictions that nobody has measured.
 """
 
 import argparse
@@ -30,25 +30,25 @@ from utils.run import entry  # noqa: E402
 
 # name: (memory TB/s, dense fp16 TFLOP/s with float32 sums), from the makers' data sheets (SXM; A100 with 80 GB)
 GPUS = {"H100": (3.35, 989), "H200": (4.8, 989), "A100": (2.039, 312), "4090": (1.008, 165.2), "5090": (1.792, 209.5)}
-BANDWIDTH = 0.75  # share of the bandwidth that kernels reach; so the batch norms do on an H100
-MATRIX = 0.5  # share of the matrix rate that convolutions reach
-LAUNCH = 4e-6  # seconds that a kernel of a graph costs, however small: steps of 384 and 64 images differ by the rest
+# Share of the bandwidth that kernels reach: the batch norms of yolov7-tiny, 320 px, batch 384 took 11.4 ms for 30.4 GB
+# on an H100 (statistics 1.7, apply 2.3, gradient sums 3.8, gradient 3.6).
+BANDWIDTH = 0.8
+# Share of the matrix rate that convolutions reach. With it those of an H100 take 15.8 ms (tiny as above; 14.9 and 17
+# were timed), 13.0 (yolov7, 320 px, batch 64: 11.5) and 24.4 (640 px, batch 32: 24).
+MATRIX = 0.55
+# Seconds that a kernel of a graph takes beside that, however small: the loss alone, batch 64, takes 0.185 ms on an H200
+# for 24 kernels, of which 0.04 are its bytes.
+LAUNCH = 6e-6
 TILE = 64  # channels of a tile of a matrix product: fewer take as long
 # (cfg, side in pixels, batch): {GPU: images a second} of steps in a graph, OTA, fp16, with a batch that is there
 MEASURED = {
     "fused": {
-        ("yolov7-tiny", 320, 384): {"H100": 7581, "H200": 8414},
-        ("yolov7-tiny", 320, 64): {"H100": 5477, "H200": 5634},
-        ("yolov7", 320, 64): {"H100": 1835, "H200": 1983},
-        ("yolov7", 640, 32): {"H100": 525, "H200": 595},
-    },
-    "planned": {
         ("yolov7-tiny", 320, 384): {"H200": 14167},
         ("yolov7-tiny", 320, 64): {"H200": 8684},
         ("yolov7", 320, 64): {"H200": 2622},
         ("yolov7", 640, 32): {"H200": 738},
     },
-    "plain": {
+    "plain": {  # forward and backward with a trivial loss
         ("yolov7-tiny", 320, 384): {"H100": 5920},
         ("yolov7-tiny", 320, 64): {"H100": 4630},
         ("yolov7", 320, 64): {"H100": 1580},
@@ -58,7 +58,11 @@ MEASURED = {
 
 
 class Operation(NamedTuple):
-    """One of the network, for one image: the numbers in its input x, output y and weight w, and its multiply-adds."""
+    """One of the network, for one image: the numbers in its input x, output y and weight w, and its multiply-adds.
+
+    Kinds beside those of layers: `merged`, a further convolution of one input and geometry; `fork`, a map with one more
+    reader, `merged fork` if that is such a convolution; `place`, a map that a concatenation and a convolution read.
+    """
 
     kind: str
     x: int
@@ -66,13 +70,15 @@ class Operation(NamedTuple):
     w: int = 0
     macs: int = 0
     filled: float = 1.0  # as if there were so many times the multiply-adds: channels do not fill the tiles
+    blocks: float = 1.0  # how many times the numbers in x the first convolution reads
 
 
 class Kernel(NamedTuple):
     """What one kernel reads and writes, each word a map once.
 
     x, y, w: in half precision; X, Y, W: in float32; bytes, indices: 1 and 8 bytes for each number of y; images: a byte
-    for each number of x. `slow`: how many times longer it takes than its bytes need, where a profile has shown it.
+    for each number of x; blocks: what the first convolution reads instead of x, filled up with channels. `slow`: how
+    many times longer it takes than its bytes need, where that was timed.
     """
 
     name: str
@@ -80,21 +86,18 @@ class Kernel(NamedTuple):
     writes: str
     is_matrix: bool = False
     slow: float = 1.0
-    launches: int = 1
+    launches: int = 1  # 0: part of another one
 
 
 NOTHING: list[Kernel] = []
-CONVOLUTION = [
-    Kernel("convolution", "x w", "y", is_matrix=True),
-    Kernel("data gradient", "y w", "x", is_matrix=True),
-    Kernel("weight gradient", "x y", "w", is_matrix=True),
-]
-STEM = [CONVOLUTION[0], CONVOLUTION[2]]  # images need no gradient
+FORWARD = Kernel("convolution", "x w", "y", is_matrix=True)
+DATA_GRADIENT = Kernel("data gradient", "y w", "x", is_matrix=True)
+WEIGHT_GRADIENT = Kernel("weight gradient", "x y", "w", is_matrix=True)
+CONVOLUTION = [FORWARD, DATA_GRADIENT, WEIGHT_GRADIENT]
 CASTS = [Kernel("weight cast", "W", "w"), Kernel("weight gradient cast", "w", "W")]
-POOL = [Kernel("maximum", "x", "y bytes"), Kernel("gradient", "y bytes", "x")]
 TORCH_POOL = [Kernel("maximum", "x", "y indices", slow=8), Kernel("gradient", "y indices", "x", slow=8)]
-SWEEPS = [Kernel("maximum", "x", "y bytes", slow=2.5), Kernel("gradient", "y bytes", "x", slow=4)]
 UPSAMPLE = [Kernel("copy", "x", "y"), Kernel("gradient", "y", "x")]
+ADDITION = [Kernel("addition", "y y", "y")]
 NORM = [
     Kernel("statistics", "y", ""), Kernel("statistics of channels", "", ""), Kernel("apply", "y", "y"),
     Kernel("gradient sums", "y y", ""), Kernel("sums of channels", "", ""), Kernel("gradient", "y y", "y"),
@@ -103,47 +106,43 @@ FORMS = {
     # The modules as they are, eager kernels in a graph, forward and backward with a trivial loss
     "plain": {
         "images": [Kernel("to half", "X", "x")],
-        "stem": STEM + CASTS, "convolution": CONVOLUTION + CASTS, "output": CONVOLUTION + CASTS,
+        "stem": [FORWARD, WEIGHT_GRADIENT, *CASTS],  # images need no gradient
+        "convolution": CONVOLUTION + CASTS, "merged": CONVOLUTION + CASTS, "output": CONVOLUTION + CASTS,
         "norm": NORM,
         "activation": [Kernel("activation", "y", "y"), Kernel("gradient", "y y", "y")],
-        "cat": [Kernel("concatenation", "x", "y"), Kernel("slices", "y", "y", slow=3.5)],
-        "fork": [Kernel("addition", "y y", "y")],
-        "add": [Kernel("addition", "y y", "y")],
-        "pool": TORCH_POOL, "halving": TORCH_POOL,
-        "upsample": UPSAMPLE,
+        "cat": [Kernel("concatenation", "x", "y"), Kernel("slices", "y", "y", slow=3.5)], "place": NOTHING,
+        "fork": ADDITION, "merged fork": ADDITION, "add": ADDITION,
+        "pool": TORCH_POOL, "halving": TORCH_POOL, "upsample": UPSAMPLE,
         "head": [Kernel("permute", "y", "y"), Kernel("to float, square, sum", "y Y Y", "Y Y"),
                  Kernel("gradient", "Y Y", "Y y"), Kernel("permute back", "y", "y")],
         "loss": NOTHING, "weights": NOTHING,
     },
-    # The first form of --fast: the whole step with OTA, SGD and moving average
+    # --fast: the whole step with OTA, SGD and moving average, by models/fused and utils/loss/on_gpu.py
     "fused": {
-        "images": [Kernel("to float", "images", "X"), Kernel("to half", "X", "x")],
-        "stem": STEM + CASTS, "convolution": CONVOLUTION + CASTS, "output": CONVOLUTION + CASTS,
+        "images": [Kernel("blocks of pixels", "images", "blocks")],
+        "stem": [Kernel("convolution", "blocks w", "y", is_matrix=True),
+                 Kernel("weight gradient", "blocks y", "w", is_matrix=True)],
+        "convolution": CONVOLUTION,
+        # One of a convolution that others with the same input are part of: the input is read, its gradient written once
+        "merged": [Kernel("convolution", "w", "y", is_matrix=True, launches=0),
+                   Kernel("data gradient", "y w", "", is_matrix=True, launches=0),
+                   Kernel("weight gradient", "y", "w", is_matrix=True, launches=0)],
+        "output": [*CONVOLUTION, Kernel("bias gradient", "y", ""), Kernel("folding", "W W", "W w", launches=12)],
         "norm": NORM, "activation": NOTHING,
-        "cat": [Kernel("concatenation", "x", "y"), Kernel("slices", "y", "y", slow=3.5)],
-        "fork": [Kernel("addition", "y y", "y")],
-        "add": [Kernel("addition", "y y", "y")],
-        "pool": TORCH_POOL, "halving": POOL,
+        "cat": NOTHING, "place": [Kernel("written twice", "", "y", launches=0)],
+        "fork": [Kernel("read beside the gradient, twice", "y y", "", launches=0)], "merged fork": NOTHING,
+        "add": [Kernel("sum", "x", "y"), Kernel("gradient", "y x", "y")],
+        "pool": [Kernel("maximum", "x", "y bytes", slow=2.5), Kernel("gradient", "y bytes", "x", slow=4)],
+        "halving": [Kernel("maximum", "x", "y bytes"), Kernel("gradient", "y bytes", "x")],
         "upsample": UPSAMPLE,
-        "head": [Kernel("permute", "y", "y"), Kernel("to float", "y", "Y"), Kernel("boxes, costs, losses", "Y Y", "Y"),
-                 Kernel("gradient", "Y", "Y"), Kernel("to half", "Y", "y"), Kernel("permute back", "y", "y")],
-        "loss": [Kernel("sort, gather, scatter", "", "", launches=500)],
-        "weights": [Kernel("SGD, average", "W W W W", "W W W")],
-    },
-    # --fast: concatenations and forks inside of the kernels beside them, a head read as it lies
-    "planned": {
-        "images": [Kernel("to half", "images", "x")],
-        "stem": STEM, "convolution": CONVOLUTION,
-        "output": [CONVOLUTION[0], Kernel("gradients of a few rows", "x", "x")],
-        "norm": NORM, "activation": NOTHING,
-        "cat": NOTHING,
-        "fork": [Kernel("read beside the gradient, twice", "y y", "", launches=0)],
-        "add": [Kernel("read beside", "y", "", launches=0)],
-        "pool": SWEEPS, "halving": POOL,
-        "upsample": UPSAMPLE,
-        "head": [Kernel("boxes, costs, losses", "y y", "")],
-        "loss": [Kernel("sort, gather, scatter", "", "", launches=300)],
-        "weights": [Kernel("SGD, average", "W W W W", "W W W w")],
+        "head": [Kernel("objectness", "y", ""), Kernel("gradient", "", "y")],
+        "loss": [Kernel("candidates, assignment, matches, items", "", "", launches=20)],
+        "weights": [
+            Kernel("to half", "W", "w"), Kernel("gradients to float", "w", "W"), Kernel("collected", "W W", "W"),
+            Kernel("unscaled, checked", "W", "W"), Kernel("decay", "W W", "W"), Kernel("overflow", "W", "W"),
+            Kernel("momentum", "W W", "W"), Kernel("Nesterov", "W W", "W"), Kernel("step", "W W", "W", launches=3),
+            Kernel("zeros", "", "W"), Kernel("average", "W W", "W", launches=2),
+        ],
     },
 }  # fmt: skip
 KINDS = {
@@ -159,6 +158,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.operations, self.uses, self.alive = [], Counter(), []
+        self.geometries, self.joined = {}, {}  # of the convolutions of a map; maps that concatenations read
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
@@ -168,27 +168,53 @@ class Recorder(TorchDispatchMode):
         kind = KINDS.get(name)
         if name == "add" and len(maps) == 2 and maps[0].shape == maps[1].shape:
             kind = "add"
-        if kind:
-            self._note(kind, maps, y, args)
+        if kind == "convolution":
+            self._note_convolution(*args[:4], y)
+        elif kind == "pool":
+            self._note("halving" if args[2][0] == 2 else "pool", maps, y)
+        elif kind:
+            self._note(kind, maps, y)
         return out
 
-    def _note(self, kind, maps, y, args):
-        weights, macs, filled = 0, 0, 1.0
-        if kind == "convolution":
-            maps, weight = maps[:1], maps[1]
-            if all(operation.macs == 0 for operation in self.operations):
-                kind = "stem"
-            elif args[2] is not None:
-                kind = "output"  # of the detection layer: the others have no bias
-            weights, macs = weight.numel(), y.numel() * weight[0].numel()
-            filled = math.prod(math.ceil(side / TILE) * TILE / side for side in weight.shape[:2])
-        if kind == "pool" and args[2][0] == 2:
-            kind = "halving"
-        self.uses.update([id(x) for x in maps] if kind != "activation" else [])
-        for x in maps:
-            if kind != "activation" and self.uses[id(x)] > 1:
-                self.operations.append(Operation("fork", x.numel(), x.numel()))
-        self.operations.append(Operation(kind, sum(x.numel() for x in maps), y.numel(), weights, macs, filled))
+    def _note_convolution(self, x, weight, bias, stride, y):
+        outputs, inputs, *window = weight.shape
+        kind, filled = "convolution", math.prod(math.ceil(side / TILE) * TILE / side for side in (outputs, inputs))
+        geometry = (*window, *stride)
+        if all(operation.macs == 0 for operation in self.operations):
+            kind, filled = "stem", math.ceil(outputs / TILE) * TILE / outputs * _blocks(inputs, stride)[1]
+        elif bias is not None:
+            kind = "output"  # of the detection layer: the others have no bias
+        elif geometry in self.geometries.setdefault(id(x), set()):
+            kind = "merged"
+        else:
+            self.geometries[id(x)].add(geometry)
+        macs = y.numel() * weight[0].numel()
+        self._note(kind, [x], y, weight.numel(), macs, filled, _blocks(inputs, stride)[0] if kind == "stem" else 1.0)
+
+    def _note(self, kind, maps, y, *more):
+        if kind != "activation":  # it writes over its input
+            for x in maps:
+                self.uses[id(x)] += 1
+                if self.uses[id(x)] > 1:
+                    fork = "merged fork" if kind == "merged" else "fork"
+                    self.operations.append(Operation(fork, x.numel(), x.numel()))
+        if kind == "cat":
+            self.joined |= {id(x): x.numel() for x in maps}
+        self.operations.append(Operation(kind, sum(x.numel() for x in maps), y.numel(), *more))
+
+    def places(self):
+        """Operations for the maps that a concatenation reads, and a convolution as a tensor of its own."""
+        both = [size for key, size in self.joined.items() if key in self.geometries]
+        return [Operation("place", size, size) for size in both]
+
+
+def _blocks(channels, stride):
+    """How many times the numbers of the images the first convolution reads, and does the products (models/fused)."""
+    if tuple(stride) == (2, 2):  # blocks of 2x2 pixels; 2x2 instead of 3x3 taps
+        filled = 1 << (4 * channels - 1).bit_length()
+        return filled / (4 * channels), 4 * filled / (9 * channels)
+    filled = max(1 << (channels - 1).bit_length(), 8)
+    return filled / channels, filled / channels
 
 
 @lru_cache
@@ -203,8 +229,9 @@ def operations(cfg, side):
     with Recorder() as recorder:
         model(torch.empty(1, model.yaml["ch"], side, side, device="meta"))
     pixels, weights = model.yaml["ch"] * side * side, sum(p.numel() for p in model.parameters())
-    return [Operation("images", pixels, pixels), *recorder.operations, Operation("loss", 0, 0),
-            Operation("weights", 0, 0, weights)]  # fmt: skip
+    stem = next(operation for operation in recorder.operations if operation.kind == "stem")
+    return [Operation("images", pixels, pixels, blocks=stem.x / pixels * stem.blocks), *recorder.operations,
+            *recorder.places(), Operation("loss", 0, 0), Operation("weights", 0, 0, weights)]  # fmt: skip
 
 
 def kernels(cfg, side, batch, form):
@@ -218,7 +245,7 @@ def kernels(cfg, side, batch, form):
 def _bytes(operation, maps, batch):
     x, y, w = operation.x * batch, operation.y * batch, operation.w
     size = {"x": 2 * x, "y": 2 * y, "w": 2 * w, "X": 4 * x, "Y": 4 * y, "W": 4 * w, "bytes": y, "indices": 8 * y,
-            "images": x}  # fmt: skip
+            "images": x, "blocks": 2 * x * operation.blocks}  # fmt: skip
     return sum(size[name] for name in maps.split())
 
 
@@ -278,7 +305,7 @@ def parser():
     parser.add_argument("--cfg", help="model configuration; default: the jobs that were measured")
     parser.add_argument("--img", type=int, default=320, help="side of the images in pixels")
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--form", nargs="+", choices=FORMS, default=["planned"])
+    parser.add_argument("--form", nargs="+", choices=FORMS, default=["fused"])
     parser.add_argument("--kernels", choices=GPUS, help="also what each kind of kernels takes there")
     return parser
 
