@@ -78,7 +78,7 @@ def test_pictures_show_all_images(case, monkeypatch, tmp_path):  # noqa: F811
     monkeypatch.setattr("utils.engine.evaluate.plots.in_process", lambda function, *args: function(*args))
     monkeypatch.setattr("utils.engine.evaluate.plots.plot_confusion_matrix", lambda matrix, *_: drawn.append(matrix))
     monkeypatch.setattr("utils.engine.evaluate.plots.plot_curves", lambda *_: None)
-    monkeypatch.setattr("utils.engine.evaluate.plot_batch", lambda *_: None)
+    monkeypatch.setattr("utils.engine.evaluate.grids_of", lambda *_: [])
     evaluate(model, loader, 2, NAMES, plot_dir=tmp_path)
     processes = Processes(2, monkeypatch)
     for processes.rank in (1, 0):

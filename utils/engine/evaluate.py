@@ -19,7 +19,7 @@ from utils.metrics.names import class_names
 from utils.ops.boxes import scale_coords, xywh2xyxy
 from utils.ops.nms import non_max_suppression
 from utils.plots import run as plots
-from utils.plots.images import output_to_targets, plot_images
+from utils.plots.images import MOST_CELLS, output_to_targets, plot_images
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def evaluate(
     """
     weight, names = next(model.parameters()), class_names(names, taken=("background",))
     scores, confusion = DetectionScores(), ConfusionMatrix(nc)
-    losses, seconds = [], {"inference": 0.0, "nms": 0.0}
+    losses, grids, seconds = [], [], {"inference": 0.0, "nms": 0.0}
     for index, (images, targets, paths, shapes) in enumerate(tqdm(loader, desc=HEADER)):
         images, targets = images.to(weight.device, weight.dtype) / 255, targets.to(weight.device)
         shape = images.shape[2:]
@@ -88,7 +88,7 @@ def evaluate(
             for sink in sinks:
                 sink.add(path, native, original)
         if plot_dir and index < 3:
-            plot_batch(images, targets, detections, paths, names, Path(plot_dir) / f"test_batch{index}")
+            grids += grids_of(images, targets, detections, paths, names, Path(plot_dir) / f"test_batch{index}")
 
     times = [1e3 * spent / max(scores.num_images, 1) for spent in seconds.values()]
     losses, scores.images, matrices = gather(losses), gather(scores.images), gather([confusion.matrix])
@@ -99,6 +99,8 @@ def evaluate(
     if plot_dir:
         plots.in_process(plots.plot_curves, summary.curves, plot_dir, names)
         plots.in_process(plots.plot_confusion_matrix, confusion.matrix, names, plot_dir)
+    for grid in grids:  # last: a new process waits until the thread has drawn what it was given
+        plots.in_background(plot_images, *grid)
     return Evaluation(summary, mean_losses(losses), (*times, sum(times)))
 
 
@@ -131,12 +133,12 @@ def to_native(detections, network_shape, image_shape, ratio_pad):
     return native
 
 
-def plot_batch(images, targets, detections, paths, names, stem):
-    """<stem>_labels.jpg and <stem>_pred.jpg, drawn in the background."""
-    pixels = (images * 255).byte().cpu()
-    found = output_to_targets(detections, *reversed(images.shape[2:]))
-    plots.in_background(plot_images, pixels, targets.cpu(), paths, f"{stem}_labels.jpg", names)
-    plots.in_background(plot_images, pixels, found, paths, f"{stem}_pred.jpg", names)
+def grids_of(images, targets, detections, paths, names, stem):
+    """What `plot_images` is given for <stem>_labels.jpg and <stem>_pred.jpg: the first images of a batch."""
+    pixels = (images[:MOST_CELLS] * 255).byte().cpu()
+    found = output_to_targets(detections[:MOST_CELLS], *reversed(images.shape[2:]))
+    true, paths = targets.cpu().clone(), list(paths)  # a loader may use its buffers again
+    return [(pixels, rows, paths, f"{stem}_{kind}.jpg", names) for kind, rows in (("labels", true), ("pred", found))]
 
 
 def log_scores(scores: Scores, names: Sequence[str], per_class: bool, heads: Iterable = ()) -> None:

@@ -19,6 +19,7 @@ GAP = 4  # pixels between two cells
 SHOWN_CONFIDENCE = 0.25  # detections at or below it are not drawn
 MIN_CELL = 256  # images with fewer pixels a side are enlarged to at least this, or the text would cover them
 LONGEST_FILE_NAME = 40
+MOST_CELLS = 16  # of a grid
 
 
 def class_name(names, index):
@@ -43,7 +44,7 @@ def plot_images(
     fname: str | Path | None = "images.jpg",
     names: Sequence[str] | dict | None = None,
     max_size: int = 640,
-    max_subplots: int = 16,
+    max_subplots: int = MOST_CELLS,
 ) -> np.ndarray:
     """Draw a batch as a grid (cells column by column), write it to `fname` unless that is None, and return it.
 
