@@ -40,7 +40,8 @@ MATRIX = 0.55
 # for 24 kernels, of which 0.04 are its bytes.
 LAUNCH = 6e-6
 TILE = 64  # channels of a tile of a matrix product: fewer take as long
-# (cfg, side in pixels, batch): {GPU: images a second} of steps in a graph, OTA, fp16, with a batch that is there
+# (cfg, side in pixels, batch): {GPU: images a second} of steps in a graph, OTA, fp16, with a batch that is there,
+# timed before the first convolution was a kernel of our own, which saves 1.2 ms of the first job's 27
 MEASURED = {
     "fused": {
         ("yolov7-tiny", 320, 384): {"H200": 14167},
@@ -70,15 +71,13 @@ class Operation(NamedTuple):
     w: int = 0
     macs: int = 0
     filled: float = 1.0  # as if there were so many times the multiply-adds: channels do not fill the tiles
-    blocks: float = 1.0  # how many times the numbers in x the first convolution reads
 
 
 class Kernel(NamedTuple):
     """What one kernel reads and writes, each word a map once.
 
     x, y, w: in half precision; X, Y, W: in float32; bytes, indices: 1 and 8 bytes for each number of y; images: a byte
-    for each number of x; blocks: what the first convolution reads instead of x, filled up with channels. `slow`: how
-    many times longer it takes than its bytes need, where that was timed.
+    for each number of x. `slow`: how many times longer it takes than its bytes need, where that was timed.
     """
 
     name: str
@@ -108,7 +107,7 @@ FORMS = {
         "images": [Kernel("to half", "X", "x")],
         "stem": [FORWARD, WEIGHT_GRADIENT, *CASTS],  # images need no gradient
         "convolution": CONVOLUTION + CASTS, "merged": CONVOLUTION + CASTS, "output": CONVOLUTION + CASTS,
-        "norm": NORM,
+        "norm": NORM, "stem norm": NORM,
         "activation": [Kernel("activation", "y", "y"), Kernel("gradient", "y y", "y")],
         "cat": [Kernel("concatenation", "x", "y"), Kernel("slices", "y", "y", slow=3.5)], "place": NOTHING,
         "fork": ADDITION, "merged fork": ADDITION, "add": ADDITION,
@@ -119,9 +118,10 @@ FORMS = {
     },
     # --fast: the whole step with OTA, SGD and moving average, by models/fused and utils/loss/on_gpu.py
     "fused": {
-        "images": [Kernel("blocks of pixels", "images", "blocks")],
-        "stem": [Kernel("convolution", "blocks w", "y", is_matrix=True),
-                 Kernel("weight gradient", "blocks y", "w", is_matrix=True)],
+        "images": [Kernel("border", "images", "x")],
+        "stem": [Kernel("convolution, statistics", "x w", "y", is_matrix=True),
+                 Kernel("gradient, weight gradient", "y y x", "w", is_matrix=True)],
+        "stem norm": [kernel for kernel in NORM if kernel.name not in ("statistics", "gradient")],
         "convolution": CONVOLUTION,
         # One of a convolution that others with the same input are part of: the input is read, its gradient written once
         "merged": [Kernel("convolution", "w", "y", is_matrix=True, launches=0),
@@ -181,15 +181,16 @@ class Recorder(TorchDispatchMode):
         kind, filled = "convolution", math.prod(math.ceil(side / TILE) * TILE / side for side in (outputs, inputs))
         geometry = (*window, *stride)
         if all(operation.macs == 0 for operation in self.operations):
-            kind, filled = "stem", math.ceil(outputs / TILE) * TILE / outputs * _blocks(inputs, stride)[1]
+            taps = weight[0].numel()
+            chunk = 32 if taps <= 32 else TILE  # of the windows, which are rows of a matrix
+            kind, filled = "stem", math.ceil(taps / chunk) * chunk / taps
         elif bias is not None:
             kind = "output"  # of the detection layer: the others have no bias
         elif geometry in self.geometries.setdefault(id(x), set()):
             kind = "merged"
         else:
             self.geometries[id(x)].add(geometry)
-        macs = y.numel() * weight[0].numel()
-        self._note(kind, [x], y, weight.numel(), macs, filled, _blocks(inputs, stride)[0] if kind == "stem" else 1.0)
+        self._note(kind, [x], y, weight.numel(), y.numel() * weight[0].numel(), filled)
 
     def _note(self, kind, maps, y, *more):
         if kind != "activation":  # it writes over its input
@@ -198,6 +199,8 @@ class Recorder(TorchDispatchMode):
                 if self.uses[id(x)] > 1:
                     fork = "merged fork" if kind == "merged" else "fork"
                     self.operations.append(Operation(fork, x.numel(), x.numel()))
+        if kind == "norm" and self.operations[-1].kind == "stem":
+            kind = "stem norm"
         if kind == "cat":
             self.joined |= {id(x): x.numel() for x in maps}
         self.operations.append(Operation(kind, sum(x.numel() for x in maps), y.numel(), *more))
@@ -206,15 +209,6 @@ class Recorder(TorchDispatchMode):
         """Operations for the maps that a concatenation reads, and a convolution as a tensor of its own."""
         both = [size for key, size in self.joined.items() if key in self.geometries]
         return [Operation("place", size, size) for size in both]
-
-
-def _blocks(channels, stride):
-    """How many times the numbers of the images the first convolution reads, and does the products (models/fused)."""
-    if tuple(stride) == (2, 2):  # blocks of 2x2 pixels; 2x2 instead of 3x3 taps
-        filled = 1 << (4 * channels - 1).bit_length()
-        return filled / (4 * channels), 4 * filled / (9 * channels)
-    filled = max(1 << (channels - 1).bit_length(), 8)
-    return filled / channels, filled / channels
 
 
 @lru_cache
@@ -229,9 +223,8 @@ def operations(cfg, side):
     with Recorder() as recorder:
         model(torch.empty(1, model.yaml["ch"], side, side, device="meta"))
     pixels, weights = model.yaml["ch"] * side * side, sum(p.numel() for p in model.parameters())
-    stem = next(operation for operation in recorder.operations if operation.kind == "stem")
-    return [Operation("images", pixels, pixels, blocks=stem.x / pixels * stem.blocks), *recorder.operations,
-            *recorder.places(), Operation("loss", 0, 0), Operation("weights", 0, 0, weights)]  # fmt: skip
+    return [Operation("images", pixels, pixels), *recorder.operations, *recorder.places(), Operation("loss", 0, 0),
+            Operation("weights", 0, 0, weights)]  # fmt: skip
 
 
 def kernels(cfg, side, batch, form):
@@ -245,7 +238,7 @@ def kernels(cfg, side, batch, form):
 def _bytes(operation, maps, batch):
     x, y, w = operation.x * batch, operation.y * batch, operation.w
     size = {"x": 2 * x, "y": 2 * y, "w": 2 * w, "X": 4 * x, "Y": 4 * y, "W": 4 * w, "bytes": y, "indices": 8 * y,
-            "images": x, "blocks": 2 * x * operation.blocks}  # fmt: skip
+            "images": x}  # fmt: skip
     return sum(size[name] for name in maps.split())
 
 

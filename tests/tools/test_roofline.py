@@ -29,14 +29,13 @@ def small(tmp_path_factory):
 def test_operations_of_a_small_network_by_hand(small):
     side, quarter = 64 * 64 * 3, 32 * 32
     found = roofline.operations(small, 64)
-    assert [operation.kind for operation in found if operation.kind not in ("norm", "activation")] == [
+    assert [operation.kind for operation in found if operation.kind not in ("stem norm", "norm", "activation")] == [
         "images", "stem", "convolution", "merged fork", "merged", "cat", "halving", "pool", "output", "head", "loss",
         "weights",
     ]  # fmt: skip
     by_kind = {operation.kind: operation for operation in found}
-    # blocks of 2x2 pixels, 12 channels and 4 of zeros; 2x2 taps
-    stem = Operation("stem", side, 8 * quarter, 8 * 27, 8 * quarter * 27, 64 / 8 * (4 * 16) / 27, 16 / 12)
-    assert by_kind["stem"] == stem
+    assert by_kind["stem"] == Operation("stem", side, 8 * quarter, 8 * 27, 8 * quarter * 27, 32 / 27)
+    assert by_kind["stem norm"].y == 8 * quarter
     assert by_kind["merged fork"][1:3] == (8 * quarter,) * 2 and by_kind["cat"][1:3] == (32 * quarter,) * 2
     assert by_kind["halving"][1:3] == (32 * quarter, 8 * quarter)
     assert by_kind["weights"].w == sum(p.numel() for p in Model(small).parameters())
@@ -47,10 +46,10 @@ def test_bytes_of_kernels_by_hand(small):
         (kind, kernel.name): (moved, flops) for kind, kernel, moved, flops in roofline.kernels(small, 64, 10, "fused")
     }
     y, images = 32 * 32 * 32 * 10, 64 * 64 * 3 * 10
-    assert rows["images", "blocks of pixels"][0] == images + 2 * images * 16 / 12
+    assert rows["images", "border"][0] == images + 2 * images
     assert rows["halving", "maximum"][0] == 2 * y + 3 * y // 4  # half in; half and a byte of a quarter out
     assert rows["pool", "gradient"][0] == (2 + 1 + 2) * y // 4
-    assert rows["stem", "convolution"][1] == 2 * 10 * roofline.operations(small, 64)[1].macs * 64 / 8 * 64 / 27
+    assert rows["stem", "convolution, statistics"][1] == 2 * 10 * roofline.operations(small, 64)[1].macs * 32 / 27
     assert ("stem", "data gradient") not in rows and not any(kind == "cat" for kind, _ in rows)
     # the second convolution of a map reads no input of its own
     assert rows["merged", "convolution"][0] == rows["convolution", "convolution"][0] - 2 * 8 * 32 * 32 * 10
@@ -70,13 +69,6 @@ def test_a_map_is_written_twice_that_a_concatenation_and_a_convolution_read(tmp_
     found = roofline.operations(str(path), 64)
     assert [operation.x for operation in found if operation.kind == "place"] == [16 * 32 * 32]
     assert [operation.kind for operation in found].count("fork") == 1
-
-
-def test_stems():
-    """[numbers read, products] times those of the convolution as it is."""
-    assert roofline._blocks(3, (2, 2)) == (16 / 12, 64 / 27)
-    assert roofline._blocks(3, (1, 1)) == (8 / 3, 8 / 3)
-    assert roofline._blocks(12, [1, 1]) == (16 / 12, 16 / 12)  # after ReOrg
 
 
 @pytest.mark.parametrize(
