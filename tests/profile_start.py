@@ -4,8 +4,8 @@
     python tests/profile_start.py --batch 4 --images 16 --device cpu --variants "off, --fast"
 
 Each variant runs twice, as processes of their own: cold (no label cache, an empty TRITON_CACHE_DIR) and warm. A row is
-a phase: when it began, in seconds since the command, and how long it took; what lies inside another is indented. The
-first steps are waited for, so that each shows its own work.
+a phase: when it began, in seconds since the command, and how long it took; what lies inside another is indented, what
+another thread does is "beside". The first steps are waited for, so that each shows its own work.
 """
 
 import argparse
@@ -45,12 +45,13 @@ FAST_SEAMS = (
     "utils.fast.graph_step:GraphSteps.record", "models.fused.network:fused_model",
     "utils.fast.async_checkpoint:BackgroundCheckpoints.wait", "utils.fast.async_checkpoint:snapshot",
     "utils.fast.start:compile_ahead", "utils.fast.start:dry_loss", "utils.fast.start:dry_pass",
+    "utils.fast.start:load_libraries", "utils.data.fast.device_augment:gpu_agrees",
 )  # fmt: skip
 WAITED = 6  # steps
 
 
 class Phases:
-    """Spans [name, begin, end, depth] of the main thread; times in seconds since the command."""
+    """Spans [name, begin, end, depth] of calls; times in seconds since the command."""
 
     def __init__(self, began):
         self.began, self.spans, self.depth, self.counts = began, [], 0, Counter()
@@ -67,6 +68,8 @@ class Phases:
 
         @wraps(function)
         def timed(*args, **kwargs):
+            if threading.current_thread() is not threading.main_thread():
+                return self.beside(function, name, *args, **kwargs)
             self.counts[name] += 1
             if is_step and self.counts[name] > WAITED:
                 return function(*args, **kwargs)
@@ -82,6 +85,14 @@ class Phases:
                 span[2] = self.now()
 
         return timed
+
+    def beside(self, function, name, *args, **kwargs):
+        """A call in another thread: a phase beside those of the main one."""
+        begin = self.now()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.spans.append([f"beside: {name}", begin, self.now(), 0])
 
 
 class Sampler:
@@ -129,9 +140,10 @@ def child(options):
     phases.add("Python", 0.0)
     sampler = Sampler(phases.now) if options.samples else None
     begin = phases.now()
-    from utils.system.driver import start_ahead
+    from utils.system import driver
 
-    start_ahead(options.line)
+    patch("utils.system.driver:open_first_gpu", phases)
+    driver.start_ahead(options.line)
     import torch  # noqa: F401
 
     phases.add("import torch", begin)
@@ -185,7 +197,8 @@ def measure(options, data, flags, cache, name):
         return None
     out.with_suffix(".log").write_text(result.stdout + result.stderr)
     spans = json.loads(out.read_text())["spans"]
-    return [*spans, ["exit", spans[-1][2], end, 0]]
+    last = max(end for _, _, end, _ in spans)
+    return [*spans, ["exit", last, end, 0]]
 
 
 def table(spans):
