@@ -1,13 +1,13 @@
 """What a training step moves and multiplies, and how many images a second a GPU should train: a model, not a run.
 
-python tools/roofline.py [--cfg cfg/training/yolov7.yaml --img 640 --batch 32] [--form fused] [--kernels H100]
+python tools/roofline.py [--cfg cfg/training/yolov7.yaml --img 640 --batch 32] [--form planned] [--kernels H100]
 
 The network runs once on tensors without memory (PyTorch's meta device). FORMS says which kernels each of its operations
 becomes, and which maps each of these reads and writes. A kernel takes the longer of moving its bytes and doing its
 products, and its launch. Whether a batch fits into the memory of a card is not asked.
 
 BANDWIDTH, MATRIX and LAUNCH come from kernels timed by themselves, not from the rates of MEASURED: those judge them,
-and the errors are shown. The form "fused" was measured on an H200 only, "plain" on an H100 only; all other rates are
+and the errors are shown. The form "planned" was measured on an H200 only, "plain" on an H100 only; all other rates are
 predictions that nobody has measured.
 """
 
@@ -43,7 +43,7 @@ TILE = 64  # channels of a tile of a matrix product: fewer take as long
 # (cfg, side in pixels, batch): {GPU: images a second} of steps in a graph, OTA, fp16, with a batch that is there,
 # timed before the first convolution was a kernel of our own, which saves 1.2 ms of the first job's 27
 MEASURED = {
-    "fused": {
+    "planned": {
         ("yolov7-tiny", 320, 384): {"H200": 14167},
         ("yolov7-tiny", 320, 64): {"H200": 8684},
         ("yolov7", 320, 64): {"H200": 2622},
@@ -117,7 +117,7 @@ FORMS = {
         "loss": NOTHING, "weights": NOTHING,
     },
     # --fast: the whole step with OTA, SGD and moving average, by models/fused and utils/loss/on_gpu.py
-    "fused": {
+    "planned": {
         "images": [Kernel("border", "images", "x")],
         "stem": [Kernel("convolution, statistics", "x w", "y", is_matrix=True),
                  Kernel("gradient, weight gradient", "y y x", "w", is_matrix=True)],
@@ -284,7 +284,7 @@ def main(opt):
     if opt.img % 64 or min(opt.img, opt.batch) < 1:
         raise ValueError(f"--img {opt.img} --batch {opt.batch}: give multiples of 64 pixels, and a batch of at least 1")
     jobs = [(opt.cfg, opt.img, opt.batch)] if opt.cfg else [
-        (f"cfg/training/{name}.yaml", side, batch) for name, side, batch in MEASURED["fused"]
+        (f"cfg/training/{name}.yaml", side, batch) for name, side, batch in MEASURED["planned"]
     ]  # fmt: skip
     for form in opt.form:
         print(*rates_in_words(jobs, form), sep="\n", end="\n\n")
@@ -298,7 +298,7 @@ def parser():
     parser.add_argument("--cfg", help="model configuration; default: the jobs that were measured")
     parser.add_argument("--img", type=int, default=320, help="side of the images in pixels")
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--form", nargs="+", choices=FORMS, default=["fused"])
+    parser.add_argument("--form", nargs="+", choices=FORMS, default=["planned"])
     parser.add_argument("--kernels", choices=GPUS, help="also what each kind of kernels takes there")
     return parser
 

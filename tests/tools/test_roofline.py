@@ -8,7 +8,7 @@ from models.yolo import Model
 from tools import roofline
 from tools.roofline import FORMS, GPUS, MEASURED, Operation
 
-JOBS = [(f"cfg/training/{name}.yaml", side, batch) for name, side, batch in MEASURED["fused"]]
+JOBS = [(f"cfg/training/{name}.yaml", side, batch) for name, side, batch in MEASURED["planned"]]
 SMALL = {
     "nc": 2, "depth_multiple": 1.0, "width_multiple": 1.0, "anchors": [[10, 13, 16, 30]],
     "backbone": [[-1, 1, "Conv", [8, 3, 2]], [-1, 1, "Conv", [16, 1, 1]], [-2, 1, "Conv", [16, 1, 1]],
@@ -43,7 +43,7 @@ def test_operations_of_a_small_network_by_hand(small):
 
 def test_bytes_of_kernels_by_hand(small):
     rows = {
-        (kind, kernel.name): (moved, flops) for kind, kernel, moved, flops in roofline.kernels(small, 64, 10, "fused")
+        (kind, kernel.name): (moved, flops) for kind, kernel, moved, flops in roofline.kernels(small, 64, 10, "planned")
     }
     y, images = 32 * 32 * 32 * 10, 64 * 64 * 3 * 10
     assert rows["images", "border"][0] == images + 2 * images
@@ -56,7 +56,7 @@ def test_bytes_of_kernels_by_hand(small):
     plain = {kernel.name: moved for kind, kernel, moved, _ in roofline.kernels(small, 64, 10, "plain") if kind == "cat"}
     assert plain["concatenation"] == 4 * y
     moved = {form: sum(row[2] for row in roofline.kernels(small, 64, 10, form)) for form in FORMS}
-    assert moved["plain"] > 1.3 * moved["fused"] > 0
+    assert moved["plain"] > 1.3 * moved["planned"] > 0
 
 
 def test_a_map_is_written_twice_that_a_concatenation_and_a_convolution_read(tmp_path):
@@ -91,7 +91,7 @@ def test_measured_rates_are_predicted_within_15_percent(form):
 
 
 def test_tables(capsys, small):
-    roofline.main(roofline.parser().parse_args(["--kernels", "5090", "--form", "fused", "plain"]))
+    roofline.main(roofline.parser().parse_args(["--kernels", "5090", "--form", "planned", "plain"]))
     lines = capsys.readouterr().out.splitlines()
     rates = [line for line in lines if line.startswith("| yolov7")]
     assert len(rates) == 2 * len(JOBS) * len(GPUS)
