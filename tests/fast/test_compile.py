@@ -233,7 +233,8 @@ def small_cfg_with_layers_of(family, folder):
     """A small network of those kinds of layers."""
     cfg = yaml.safe_load(small_run.make_cfg(folder, auxiliary="w6" in family).read_text())
     cfg["backbone"] += [[-1, 1, "SPPCSPC", [32]], [-1, 1, "RepConv", [32, 3, 1]], [-1, 1, "SP", [5]],
-                        [-1, 1, "nn.Upsample", [None, 2, "nearest"]], [-1, 1, "MP", []], [[-1, 6], 1, "Concat", [1]]]  # fmt: skip
+                        [-1, 1, "nn.Upsample", [None, 2, "nearest"]], [-1, 1, "MP", []],
+                        [[-1, 6], 1, "Concat", [1]]]  # fmt: skip
     if "w6" in family:
         cfg["backbone"][0] = [-1, 1, "ReOrg", []]
     else:
