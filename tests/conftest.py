@@ -14,8 +14,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests import golden_data, parity  # noqa: E402  (needs the path above)
 
 cv2.setNumThreads(0)
-# If the first gradient of a process is one that torch.compile traces, no fork of it can train any more.
-torch.ones(1, requires_grad=True).backward()
 # In the background and in the processes of `pytest -n` this signal is ignored, and every program that a test starts
 # would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)

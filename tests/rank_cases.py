@@ -1,4 +1,4 @@
-"""Several processes of one run, forked from this one, so that they start at once; gloo, on the CPU."""
+"""Several processes of one run, which start at once (see forked.py); gloo, on the CPU."""
 
 import os
 import socket
@@ -17,7 +17,7 @@ def free_port():
 
 
 def run_ranks(body, folder, count=2, timeout=120):
-    """Call body(rank) in `count` processes of one group; returns a forked.Ended for each.
+    """Call body(rank), which forked.py has to find, in `count` processes of one group; returns a forked.Ended for each.
 
     Those that do not end within `timeout` seconds, or soon after the first, are killed.
     """

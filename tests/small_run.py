@@ -141,3 +141,8 @@ def program(name, line):
         except SystemExit as end:
             return end.code
     return 0
+
+
+def leave(name, line):
+    """What `python NAME.py LINE` does: the end of this process."""
+    sys.exit(program(name, line))

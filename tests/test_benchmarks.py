@@ -40,18 +40,18 @@ SMALL = {  # options, and patterns of what they have to print
 }
 
 
+def run(words):
+    sys.argv = words
+    runpy.run_path(str(PROJECT_ROOT / words[0]), run_name="__main__")
+
+
 @pytest.mark.parametrize("program", SMALL)
 def test_benchmark(program, tmp_path):
     options, expected = SMALL[program]
     words = [program, *options.split()]
     if "--out" in (PROJECT_ROOT / program).read_text():
         words += ["--out", str(tmp_path)]
-
-    def run():
-        sys.argv = words
-        runpy.run_path(str(PROJECT_ROOT / program), run_name="__main__")
-
-    ended = forked.run(tmp_path, run)
+    ended = forked.run(tmp_path, run, words)
     assert ended.status == 0, ended.text[-2000:]
     for pattern in expected:
         assert re.search(pattern, ended.text), f"{pattern}\n{ended.text}"

@@ -319,7 +319,7 @@ def test_locale_c_without_a_display_and_two_runs_at_once(tmp_path):
                               "MPLBACKEND": "TkAgg"}  # fmt: skip
     drawing = subprocess.Popen([sys.executable, "train.py", *line], cwd=ROOT, env=environment, stdout=subprocess.PIPE,
                                stderr=subprocess.STDOUT)  # fmt: skip
-    other = Forked(tmp_path / "output.txt", lambda: sys.exit(small_run.program("train", line)))
+    other = Forked(tmp_path / "output.txt", small_run.leave, "train", line)
     out, _ = drawing.communicate(timeout=300)
     assert drawing.returncode == 0 and b"Traceback" not in out, out.decode("utf-8", "replace")
     assert rb"\u540d" in out, "a letter that the terminal lacks is shown as its number"

@@ -3,7 +3,7 @@
 import os
 import shutil
 import signal
-import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ import torch.distributed.run
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import train
-from tests import small_run
+from tests import forked, small_run
 from tests.forked import Forked
 from tests.rank_cases import free_port, run_ranks
 from tests.test_train import ROOT, results_of
@@ -20,17 +20,12 @@ from utils.engine.checkpoint_reader import read_checkpoint
 from utils.plots.run import read_results
 
 
-def in_two_processes(output, body):
-    """What torchrun --standalone --nproc_per_node 2 --max-restarts 1 does, with forks of this process; an Ended."""
-
-    def launch():
-        errors = os.open(output.with_suffix(".errors"), os.O_WRONLY | os.O_CREAT)
-        os.dup2(errors, 2)
-        config = LaunchConfig(1, 1, 2, run_id="test", rdzv_backend="c10d", rdzv_endpoint="localhost:0",
-                              max_restarts=1, monitor_interval=0.1, start_method="fork")  # fmt: skip
-        elastic_launch(config, body)()
-
-    return Forked(output, launch).end()
+def launch(errors, body, *args):
+    """What torchrun --standalone --nproc_per_node 2 --max-restarts 1 does, with forks of this process."""
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+    config = LaunchConfig(1, 1, 2, run_id="test", rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+                          max_restarts=1, monitor_interval=0.1, start_method="fork")  # fmt: skip
+    elastic_launch(config, body)(*args)
 
 
 def train_and_die_once(line):
@@ -43,7 +38,7 @@ def train_and_die_once(line):
         return train_one_epoch(epoch, *others)
 
     train.train_one_epoch = killed_in_epoch_2
-    sys.exit(small_run.program("train", line))
+    small_run.leave("train", line)
 
 
 def test_a_killed_process_and_another_number_of_processes(tmp_path, caplog):
@@ -54,8 +49,8 @@ def test_a_killed_process_and_another_number_of_processes(tmp_path, caplog):
     shutil.copytree(begun, run, ignore=shutil.ignore_patterns(".lock"))
     last = run / "weights" / "last.pt"
     line = ["--resume", str(last), "--epochs", "4", "--fast-val", "--device", "cpu"]
-    done = in_two_processes(tmp_path / "output.txt", lambda: train_and_die_once(line))
-    assert done.status == 0, done.text + (tmp_path / "output.errors").read_text()[-2000:]
+    done = forked.run(tmp_path, launch, tmp_path / "errors.txt", train_and_die_once, line)
+    assert done.status == 0, done.text + (tmp_path / "errors.txt").read_text()[-2000:]
     said = done.text.splitlines()
     assert said.count(f"Started again by torchrun: the run goes on from {last}") == 1
     assert sum("the checkpoint has those of 1 process, this run has 2" in text for text in said) == 1
@@ -72,7 +67,7 @@ def test_a_killed_process_and_another_number_of_processes(tmp_path, caplog):
     assert len(after) == 5 and after[:4] == before
 
 
-def train_shared_and_alone(line):
+def train_shared_and_alone(line, rank):
     for flags in (("--name", "alone"), ("--name", "shared", "--fast-val")):
         with small_run.group_kept():
             assert small_run.program("train", [*line, *flags]) == 0
@@ -80,7 +75,7 @@ def train_shared_and_alone(line):
 
 def test_shared_validation_changes_no_digit(tmp_path):
     line = small_run.arguments(tmp_path, "--batch-size", "4", "--test-batch-size", "2", num_images=9)
-    for ended in run_ranks(lambda rank: train_shared_and_alone(line), tmp_path):
+    for ended in run_ranks(partial(train_shared_and_alone, line), tmp_path):
         assert ended.status == 0, ended.text
     runs = [tmp_path / "runs" / name for name in ("alone", "shared")]
     assert results_of(runs[0]) == results_of(runs[1])
@@ -106,17 +101,18 @@ def machines(tmp_path):
     return make
 
 
+def launch_there(folder, number, port):
+    os.chdir(folder)
+    place = f"--nnodes 2 --nproc_per_node 1 --node_rank {number} --master_addr 127.0.0.1 --master_port {port}"
+    torch.distributed.run.main([*place.split(), str(ROOT / "train.py"), *ON_A_MACHINE])
+
+
 @pytest.mark.slow
 def test_two_machines_with_disks_of_their_own(machines):
     """A launcher on each, as it is started by hand; one of the two programs draws."""
     folders, port = machines(8, 8), free_port()
-
-    def launch(number):
-        os.chdir(folders[number])
-        place = f"--nnodes 2 --nproc_per_node 1 --node_rank {number} --master_addr 127.0.0.1 --master_port {port}"
-        torch.distributed.run.main([*place.split(), str(ROOT / "train.py"), *ON_A_MACHINE])
-
-    launchers = [Forked(folder / "output.txt", launch, number) for number, folder in enumerate(folders)]
+    launchers = [Forked(folder / "output.txt", launch_there, folder, number, port)
+                 for number, folder in enumerate(folders)]  # fmt: skip
     for launcher in launchers:
         ended = launcher.end(timeout=300)
         assert ended.status == 0, ended.text[-2000:]
@@ -129,13 +125,12 @@ def test_two_machines_with_disks_of_their_own(machines):
     assert len(new) == 2 and not (second / "runs").exists(), "caches, and nothing else"
 
 
+def train_there(folders, rank):
+    os.chdir(folders[rank])
+    os.environ["LOCAL_RANK"] = "0"
+    small_run.leave("train", ON_A_MACHINE)
+
+
 def test_two_machines_with_other_images(machines, tmp_path):
-    folders = machines(8, 6)
-
-    def train_there(rank):
-        os.chdir(folders[rank])
-        os.environ["LOCAL_RANK"] = "0"
-        sys.exit(small_run.program("train", ON_A_MACHINE))
-
-    outputs = [ended.text for ended in run_ranks(train_there, tmp_path)]
+    outputs = [ended.text for ended in run_ranks(partial(train_there, machines(8, 6)), tmp_path)]
     assert any("rank 0 trains on 8 images, rank 1 on 6; they are not the same" in output for output in outputs)

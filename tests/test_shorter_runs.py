@@ -1,6 +1,7 @@
 """Whole runs with the flags that shorten or stage them, and several processes that stop and resume together."""
 
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -134,7 +135,7 @@ def epochs_of(line, stop_at=None):
     return seen
 
 
-def train_thrice(line, last):
+def train_thrice(line, last, rank):
     train.Trainer = Compared
     epochs_of([*line, "--name", "reference"])
     epochs_of(line, stop_at=1)
@@ -149,7 +150,7 @@ def train_thrice(line, last):
 def test_two_processes_train_one_model_resume_bit_equal_and_stop_together(tmp_path):
     last = tmp_path / "runs" / "run" / "weights" / "last.pt"
     line = small_run.arguments(tmp_path, "--batch-size", "4", "--epochs", "3", num_images=8)
-    for ended in run_ranks(lambda rank: train_thrice(line, last), tmp_path):
+    for ended in run_ranks(partial(train_thrice, line, last), tmp_path):
         assert ended.status == 0, ended.text
     reference = tmp_path / "runs" / "reference"
     names = sorted(path.name for path in reference.parent.iterdir())

@@ -147,6 +147,7 @@ def resources_after(epochs, folder, **options):
 
 
 def endure(folder, epochs):
+    os.cpu_count = lambda: 4
     tqdm.monitor_interval = 0  # no thread that watches progress bars
     resources_after(1, folder)  # what the first loader of a process sets up for all
     for image_weights, persistent_workers in product((False, True), repeat=2):
@@ -163,6 +164,7 @@ def test_ten_epochs_leak_nothing(folder, tmp_path):
 
 def read_for_ever(folder, connection):
     os.setsid()
+    os.cpu_count = lambda: 4
     loader, _ = make_loader(folder, workers=3, worker_tensor=True)
     connection.send([process.pid for process in loader.pool.processes])
     while True:
