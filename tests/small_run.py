@@ -5,6 +5,7 @@ its own.
 """
 
 import logging
+import sys
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest import mock
@@ -25,6 +26,9 @@ from utils.run.context import Run
 from utils.run.folder import open_run_folder, prepare_train_options
 from utils.system.distributed import Ranks
 
+# What `python train.py` does, without drawing, as a program of its own.
+UNDRAWN = (sys.executable, "-c", "import sys; from tests import small_run; "
+                                 "sys.exit(small_run.program('train', sys.argv[1:]))")  # fmt: skip
 BACKBONE = [[-1, 1, "Conv", [width, 3, 2]] for width in (8, 16, 32, 32, 32)]
 ANCHORS = [[8, 8, 12, 10, 10, 14], [16, 16, 24, 20, 20, 28], [32, 32, 48, 40, 40, 56]]
 HYP = {"lr0": 0.01, "lrf": 0.1, "momentum": 0.9, "weight_decay": 0.0005, "warmup_epochs": 1.0, "warmup_momentum": 0.8,
@@ -137,3 +141,8 @@ def program(name, line):
         except SystemExit as end:
             return end.code
     return 0
+
+
+def leave(name, line):
+    """What `python NAME.py LINE` does: the end of this process."""
+    sys.exit(program(name, line))

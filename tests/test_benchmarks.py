@@ -3,13 +3,13 @@
 One that measures parts replaces functions where they are called; it says nothing of one that is called elsewhere now.
 """
 
-import os
 import re
-import subprocess
+import runpy
 import sys
 
 import pytest
 
+from tests import forked
 from utils.system.files import PROJECT_ROOT
 
 PARTS = ("loader alone", "forward", "loss", "nms", "match", "curves", "all, waiting")  # of a fast validation
@@ -40,13 +40,18 @@ SMALL = {  # options, and patterns of what they have to print
 }
 
 
+def run(words):
+    sys.argv = words
+    runpy.run_path(str(PROJECT_ROOT / words[0]), run_name="__main__")
+
+
 @pytest.mark.parametrize("program", SMALL)
 def test_benchmark(program, tmp_path):
     options, expected = SMALL[program]
-    words = [sys.executable, str(PROJECT_ROOT / program), *options.split()]
+    words = [program, *options.split()]
     if "--out" in (PROJECT_ROOT / program).read_text():
         words += ["--out", str(tmp_path)]
-    answer = subprocess.run(words, cwd=PROJECT_ROOT, capture_output=True, text=True, timeout=300, env=os.environ)
-    assert answer.returncode == 0, answer.stderr[-2000:]
+    ended = forked.run(tmp_path, run, words)
+    assert ended.status == 0, ended.text[-2000:]
     for pattern in expected:
-        assert re.search(pattern, answer.stdout), f"{pattern}\n{answer.stdout}"
+        assert re.search(pattern, ended.text), f"{pattern}\n{ended.text}"

@@ -1,18 +1,18 @@
 """A short version of tests/kill_resume.py: three kills, aimed at different moments."""
 
-import subprocess
+import re
 import sys
-from pathlib import Path
 
-import pytest
-
-SCRIPT = Path(__file__).with_name("kill_resume.py")
+from tests import forked, kill_resume
 
 
-@pytest.mark.slow
-def test_killed_runs_end_like_an_undisturbed_one():
-    line = [sys.executable, str(SCRIPT), "--kills", "3", "--kills-a-run", "3", "--epochs", "3", "--seed", "4"]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    assert done.stdout.endswith("3 kills in 1 runs, 0 of them wrong\n")
-    assert sum(" SIG" in row for row in done.stdout.splitlines()) == 3
+def kill(line):
+    sys.exit(kill_resume.main(line))
+
+
+def test_killed_runs_end_like_an_undisturbed_one(tmp_path):
+    line = ["--kills", "3", "--kills-a-run", "3", "--epochs", "3", "--seed", "4"]
+    ended = forked.run(tmp_path, kill, line)
+    assert ended.status == 0, ended.text
+    assert re.search(r"\n3 kills in \d runs, 0 of them wrong\n$", ended.text), ended.text
+    assert sum(" SIG" in row for row in ended.text.splitlines()) == 3

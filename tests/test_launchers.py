@@ -1,37 +1,44 @@
 """Runs under torchrun: a killed process, another number of processes, several machines."""
 
+import os
 import shutil
-import socket
-import subprocess
-import sys
+import signal
+from functools import partial
 
 import numpy as np
 import pytest
+import torch.distributed.run
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from tests import small_run
-from tests.test_train import CPU_ONLY, ROOT, TWO_PROCESSES, program, results_of
+import train
+from tests import forked, small_run
+from tests.forked import Forked
+from tests.rank_cases import free_port, run_ranks
+from tests.test_train import ROOT, results_of
 from utils.engine import resume
 from utils.engine.checkpoint_reader import read_checkpoint
 from utils.plots.run import read_results
 
-# train.py, but its second process is killed in the middle of epoch 2, once.
-KILLED = """
-import os, signal, sys
-sys.path.insert(0, {root!r})
-import train
-from tests import small_run
 
-train_one_epoch = train.train_one_epoch
+def launch(errors, body, *args):
+    """What torchrun --standalone --nproc_per_node 2 --max-restarts 1 does, with forks of this process."""
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+    config = LaunchConfig(1, 1, 2, run_id="test", rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+                          max_restarts=1, monitor_interval=0.1, start_method="fork")  # fmt: skip
+    elastic_launch(config, body)(*args)
 
-def killed_in_epoch_2(epoch, *others):
-    if epoch == 2 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return train_one_epoch(epoch, *others)
 
-train.train_one_epoch = killed_in_epoch_2
-with small_run.drawing(pictures=False):
-    train.entry.run(train.main, train.train_parser().parse_args())
-"""
+def train_and_die_once(line):
+    """train.py, but its second process is killed in the middle of epoch 2, once."""
+    train_one_epoch = train.train_one_epoch
+
+    def killed_in_epoch_2(epoch, *others):
+        if epoch == 2 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return train_one_epoch(epoch, *others)
+
+    train.train_one_epoch = killed_in_epoch_2
+    small_run.leave("train", line)
 
 
 def test_a_killed_process_and_another_number_of_processes(tmp_path, caplog):
@@ -41,11 +48,10 @@ def test_a_killed_process_and_another_number_of_processes(tmp_path, caplog):
     run = tmp_path / "runs" / "copy"  # the first one belongs to this process
     shutil.copytree(begun, run, ignore=shutil.ignore_patterns(".lock"))
     last = run / "weights" / "last.pt"
-    (tmp_path / "killed.py").write_text(KILLED.format(root=str(ROOT)))
-    line = ("--max-restarts", "1", "killed.py", "--resume", str(last), "--epochs", "4", "--fast-val")
-    done = program(*line, cwd=tmp_path, launcher=TWO_PROCESSES)
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    said = done.stdout.splitlines()
+    line = ["--resume", str(last), "--epochs", "4", "--fast-val", "--device", "cpu"]
+    done = forked.run(tmp_path, launch, tmp_path / "errors.txt", train_and_die_once, line)
+    assert done.status == 0, done.text + (tmp_path / "errors.txt").read_text()[-2000:]
+    said = done.text.splitlines()
     assert said.count(f"Started again by torchrun: the run goes on from {last}") == 1
     assert sum("the checkpoint has those of 1 process, this run has 2" in text for text in said) == 1
     assert not [text for text in said if "WARNING" in text or "process 1:" in text]
@@ -61,60 +67,70 @@ def test_a_killed_process_and_another_number_of_processes(tmp_path, caplog):
     assert len(after) == 5 and after[:4] == before
 
 
-@pytest.mark.slow
-def test_shared_validation_changes_no_digit(tmp_path):
+def train_shared_and_alone(line, rank):
     for flags in (("--name", "alone"), ("--name", "shared", "--fast-val")):
-        line = small_run.arguments(tmp_path, "--batch-size", "4", "--test-batch-size", "2", *flags, num_images=9)
-        done = program(str(ROOT / "train.py"), *line, cwd=tmp_path, launcher=TWO_PROCESSES)
-        assert done.returncode == 0, done.stderr[-2000:]
+        with small_run.group_kept():
+            assert small_run.program("train", [*line, *flags]) == 0
+
+
+def test_shared_validation_changes_no_digit(tmp_path):
+    line = small_run.arguments(tmp_path, "--batch-size", "4", "--test-batch-size", "2", num_images=9)
+    for ended in run_ranks(partial(train_shared_and_alone, line), tmp_path):
+        assert ended.status == 0, ended.text
     runs = [tmp_path / "runs" / name for name in ("alone", "shared")]
     assert results_of(runs[0]) == results_of(runs[1])
-    assert all((run / "confusion_matrix.png").is_file() for run in runs)
 
 
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+# ---- several machines ----------------------------------------------------------------------------------------------
+
+ON_A_MACHINE = ["--data", "data.yaml", "--cfg", "cfg.yaml", "--hyp", "hyp.yaml", "--img", "64", "--batch-size", "4",
+                "--epochs", "1", "--device", "cpu", "--workers", "0", "--noautoanchor", "--fast-val"]  # fmt: skip
 
 
 @pytest.fixture
 def machines(tmp_path):
-    """`machines(*numbers of images)`: a launcher for each machine with a disk of its own; status and output of both."""
+    """`machines(*numbers of images)`: a folder for each machine, with data of its own."""
 
-    def train(*nums_images):
-        port, programs = free_port(), []
-        for number, num_images in enumerate(nums_images):
-            folder = tmp_path / f"machine{number}"
+    def make(*nums_images):
+        folders = [tmp_path / f"machine{number}" for number in range(len(nums_images))]
+        for folder, num_images in zip(folders, nums_images, strict=True):
             folder.mkdir()
             small_run.arguments(folder, num_images=num_images)
-            place = f"--nnodes 2 --nproc_per_node 1 --node_rank {number} --master_addr 127.0.0.1 --master_port {port}"
-            line = ("--data data.yaml --cfg cfg.yaml --hyp hyp.yaml --img 64 --batch-size 4 --epochs 2 --device cpu "
-                    "--workers 0 --noautoanchor --fast-val")  # fmt: skip
-            words = ["-m", "torch.distributed.run", *place.split(), str(ROOT / "train.py"), *line.split()]
-            programs.append(subprocess.Popen(
-                [sys.executable, *words], cwd=folder, env=CPU_ONLY, text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            ))  # fmt: skip
-        outputs = [program.communicate(timeout=300)[0] for program in programs]
-        return [(program.returncode, output) for program, output in zip(programs, outputs, strict=True)]
+        return folders
 
-    return train
+    return make
+
+
+def launch_there(folder, number, port):
+    os.chdir(folder)
+    place = f"--nnodes 2 --nproc_per_node 1 --node_rank {number} --master_addr 127.0.0.1 --master_port {port}"
+    torch.distributed.run.main([*place.split(), str(ROOT / "train.py"), *ON_A_MACHINE])
 
 
 @pytest.mark.slow
-def test_two_machines_with_disks_of_their_own(machines, tmp_path):
-    for status, output in machines(8, 8):
-        assert status == 0, output[-2000:]
-    first, second = (tmp_path / f"machine{number}" for number in range(2))
+def test_two_machines_with_disks_of_their_own(machines):
+    """A launcher on each, as it is started by hand; one of the two programs draws."""
+    folders, port = machines(8, 8), free_port()
+    launchers = [Forked(folder / "output.txt", launch_there, folder, number, port)
+                 for number, folder in enumerate(folders)]  # fmt: skip
+    for launcher in launchers:
+        ended = launcher.end(timeout=300)
+        assert ended.status == 0, ended.text[-2000:]
+    first, second = folders
     run = first / "runs" / "train" / "exp"
-    assert read_results(run / "results.txt")[:, 0].tolist() == [0, 1]
-    assert np.isfinite(read_results(run / "results.txt")).all() and (run / "weights" / "best.pt").is_file()
+    results = read_results(run / "results.txt")
+    assert results[:, 0].tolist() == [0] and np.isfinite(results).all()
+    assert (run / "weights" / "best.pt").is_file() and (run / "confusion_matrix.png").is_file()
     new = {path.name for path in second.rglob("*.cache")}
     assert len(new) == 2 and not (second / "runs").exists(), "caches, and nothing else"
 
 
-@pytest.mark.slow
-def test_two_machines_with_other_images(machines):
-    outputs = [output for status, output in machines(8, 6)]
+def train_there(folders, rank):
+    os.chdir(folders[rank])
+    os.environ["LOCAL_RANK"] = "0"
+    small_run.leave("train", ON_A_MACHINE)
+
+
+def test_two_machines_with_other_images(machines, tmp_path):
+    outputs = [ended.text for ended in run_ranks(partial(train_there, machines(8, 6)), tmp_path)]
     assert any("rank 0 trains on 8 images, rank 1 on 6; they are not the same" in output for output in outputs)

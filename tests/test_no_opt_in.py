@@ -1,18 +1,10 @@
 """A run without flags loads no opt-in module: what those are is read off the rooms of the house and their imports."""
 
-import os
-import subprocess
 import sys
+from importlib import import_module
 
-from tests import small_run
+from tests import forked, small_run
 from tests.test_house import OPT_IN, belongs_to, imports, modules
-from utils.system.files import PROJECT_ROOT
-
-PROGRAM = """
-import sys, train
-train.main(train.train_parser().parse_args(sys.argv[1:]))
-print("LOADED", *sys.modules)
-"""
 
 
 def opt_in_modules():
@@ -34,10 +26,17 @@ def test_a_run_without_flags_loads_no_opt_in_module(tmp_path):
             "utils.data.keyed_dataset"} <= opt_in  # fmt: skip
     assert not {"utils.loss.criterion", "utils.data.mosaic", "utils.engine.trainer", "utils.metrics.detection"} & opt_in
     line = small_run.arguments(tmp_path, "--epochs", "1")
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, "-c", PROGRAM, *line], cwd=PROJECT_ROOT, capture_output=True, text=True,
-                         timeout=300, env=environment)  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    loaded = set(run.stdout.splitlines()[-1].split())
+    ended = forked.run(tmp_path, print_loaded, line)
+    assert ended.status == 0, ended.text
+    loaded = set(ended.text.splitlines()[-1].split())
     assert "utils.loss.criterion" in loaded
     assert sorted(loaded & opt_in) == []
+
+
+def print_loaded(line):
+    """Train as if nothing of the project had been imported before."""
+    of_the_project = {name.partition(".")[0] for name in modules()} | {"tests"}
+    for name in [name for name in sys.modules if name.partition(".")[0] in of_the_project]:
+        del sys.modules[name]
+    assert import_module("tests.small_run").program("train", line) == 0
+    print(*sys.modules)

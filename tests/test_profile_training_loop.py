@@ -2,6 +2,7 @@
 
 import json
 import time
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -140,7 +141,7 @@ def test_results_of_several_processes_become_one_row():
     assert "| `--fast` | 2 | 21 | 1.05 |" in profile.table(rows) and ", 2 cards:" in profile.in_one_line(rows[2])
 
 
-def profile_of_a_rank(folder):
+def profile_of_a_rank(folder, rank):
     hyp = folder / "hyp.yaml"
     hyp.write_text(yaml.safe_dump(small_run.HYP))
     options = SimpleNamespace(
@@ -155,5 +156,5 @@ def profile_of_a_rank(folder):
 def test_two_processes_end_after_the_same_step(tmp_path):
     small_run.make_data(tmp_path, num_images=8)
     small_run.make_cfg(tmp_path)
-    for ended in run_ranks(lambda rank: profile_of_a_rank(tmp_path), tmp_path):
+    for ended in run_ranks(partial(profile_of_a_rank, tmp_path), tmp_path):
         assert ended.status == 0, ended.text

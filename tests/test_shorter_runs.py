@@ -1,14 +1,19 @@
 """Whole runs with the flags that shorten or stage them, and several processes that stop and resume together."""
 
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 import train
 from tests import small_run
-from tests.test_train import ROOT, SLOW_WARMUP, TWO_PROCESSES, program, results_of
-from utils.engine import resume
+from tests.rank_cases import run_ranks
+from tests.test_train import SLOW_WARMUP, results_of
+from utils.config.options import train_parser
+from utils.engine import early_stopping, resume
 from utils.engine.checkpoint_reader import read_checkpoint
 from utils.plots.run import read_results
 
@@ -90,25 +95,13 @@ def test_patience_ends_a_run(tmp_path, monkeypatch):
     assert read_results(run / "results.txt")[:, 0].tolist() == [0, 1, 2, 3, 4, 5]
 
 
-BOTH_RANKS = """
-import sys
-sys.path.insert(0, {root!r})
-import torch, train
-from tests import small_run
-from utils.engine import early_stopping
-from utils.system import distributed
-from utils.config.options import train_parser
-
-original, stop = early_stopping.epochs_to_train, distributed.stop_processes
-distributed.stop_processes = lambda: None  # all runs have the same two processes
-
-
 class Interrupted(Exception):
-    pass
+    """Stands for a killed run."""
 
 
 class Compared(train.Trainer):
-    # after each epoch every rank has the weights of the first; the statistics of BatchNorm are its own
+    """After each epoch every rank has the weights of the first; the statistics of BatchNorm are its own."""
+
     def end_epoch(self):
         state = self.model.module.state_dict()
         trained = [name for name in state if "running_" not in name and "num_batches" not in name]
@@ -120,11 +113,9 @@ class Compared(train.Trainer):
         return super().end_epoch()
 
 
-train.Trainer = Compared
-
-
-def run(*line, stop_at=None):
-    seen = []
+def epochs_of(line, stop_at=None):
+    """Train as one of several processes; the epochs that it began."""
+    seen, original = [], early_stopping.epochs_to_train
 
     def epochs_to_train(*args):
         for epoch in original(*args):
@@ -133,37 +124,34 @@ def run(*line, stop_at=None):
             seen.append(epoch)
             yield epoch
 
-    early_stopping.epochs_to_train = epochs_to_train
-    sys.argv = ["train.py", *line]
-    try:
-        with small_run.drawing(pictures=False):
-            train.main(train_parser().parse_args(line))
-    except Interrupted:
-        pass
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(early_stopping, "epochs_to_train", epochs_to_train))
+        stack.enter_context(mock.patch("sys.argv", ["train.py", *line]))
+        stack.enter_context(small_run.drawing(pictures=False))
+        stack.enter_context(small_run.group_kept())
+        stack.enter_context(suppress(Interrupted))
+        train.main(train_parser().parse_args(line))
     torch.distributed.barrier()
     return seen
 
 
-line = {line!r}
-run(*line, "--name", "reference")
-run(*line, stop_at=1)
-assert run("--resume", {last!r}, "--device", "cpu") == [1, 2]
-scores = iter([0.5, 0.4, 0.3, 0.2])
-train.fitness = lambda results: next(scores)
-assert run(*line, "--patience", "1", "--epochs", "4", "--name", "patience") == [0, 1], "on both ranks"
-stop()
-"""
+def train_thrice(line, last, rank):
+    train.Trainer = Compared
+    epochs_of([*line, "--name", "reference"])
+    epochs_of(line, stop_at=1)
+    assert epochs_of(["--resume", str(last), "--device", "cpu"]) == [1, 2]
+    scores = iter([0.5, 0.4, 0.3, 0.2])
+    train.fitness = lambda results: next(scores)
+    patient = [*line, "--patience", "1", "--epochs", "4", "--name", "patience"]
+    assert epochs_of(patient) == [0, 1], "on both ranks"
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(torch.__version__.startswith("2.4."), reason="several runs in one process group do not end there")
 def test_two_processes_train_one_model_resume_bit_equal_and_stop_together(tmp_path):
     last = tmp_path / "runs" / "run" / "weights" / "last.pt"
     line = small_run.arguments(tmp_path, "--batch-size", "4", "--epochs", "3", num_images=8)
-    script = tmp_path / "both_ranks.py"
-    script.write_text(BOTH_RANKS.format(root=str(ROOT), line=line, last=str(last)))
-    done = program(str(script), launcher=TWO_PROCESSES)
-    assert done.returncode == 0, done.stderr[-2000:]
+    for ended in run_ranks(partial(train_thrice, line, last), tmp_path):
+        assert ended.status == 0, ended.text
     reference = tmp_path / "runs" / "reference"
     names = sorted(path.name for path in reference.parent.iterdir())
     assert names == ["patience", "reference", "run"], "one folder for both"

@@ -3,8 +3,6 @@
 import json
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -324,20 +322,3 @@ def test_ranks_share_the_images(folder, tmp_path):
         assert paths == [dataset.img_files[i] for i in order]
     finally:
         torch.distributed.destroy_process_group()
-
-
-PROGRAM = """
-import sys
-from types import SimpleNamespace
-from tests.golden_data import ALL_AUGMENTATIONS
-from utils.datasets import create_dataloader
-opt = SimpleNamespace(single_cls=False)
-loader, _ = create_dataloader(sys.argv[1], 64, 4, 32, opt, hyp=ALL_AUGMENTATIONS, augment=True, workers=0)
-print(len(list(loader)), [name for name in sys.modules if name.startswith("utils.data.fast") or name == "triton"])
-"""
-
-
-def test_batches_without_flags_load_no_opt_in_module(folder):
-    done = subprocess.run([sys.executable, "-c", PROGRAM, str(folder / "boxes.txt")], cwd=ROOT, text=True,
-                          capture_output=True, timeout=120)  # fmt: skip
-    assert done.stdout.splitlines()[-1] == "2 []", done.stdout + done.stderr

@@ -229,29 +229,31 @@ def layers_of(cfg):
     return {row[2] for section in ("backbone", "head") for row in cfg[section]}
 
 
-def cfg_of_w6_layers(folder):
-    """A small network of those kinds of layers of yolov7-w6 that yolov7 lacks."""
-    cfg = yaml.safe_load(small_run.make_cfg(folder, auxiliary=True).read_text())
-    cfg["backbone"][0] = [-1, 1, "ReOrg", []]
-    w6, yolov7 = (yaml.safe_load(Path(f"cfg/training/{name}.yaml").read_text()) for name in ("yolov7-w6", "yolov7"))
-    assert layers_of(w6) <= layers_of(yolov7) | layers_of(cfg)
+def small_cfg_with_layers_of(family, folder):
+    """A small network of those kinds of layers."""
+    cfg = yaml.safe_load(small_run.make_cfg(folder, auxiliary="w6" in family).read_text())
+    cfg["backbone"] += [[-1, 1, "SPPCSPC", [32]], [-1, 1, "RepConv", [32, 3, 1]], [-1, 1, "SP", [5]],
+                        [-1, 1, "nn.Upsample", [None, 2, "nearest"]], [-1, 1, "MP", []],
+                        [[-1, 6], 1, "Concat", [1]]]  # fmt: skip
+    if "w6" in family:
+        cfg["backbone"][0] = [-1, 1, "ReOrg", []]
+    else:
+        cfg["head"][-1][0] = [2, 3, 10]
+    for name in family.split():
+        assert layers_of(yaml.safe_load(Path(f"cfg/training/{name}.yaml").read_text())) <= layers_of(cfg)
     return cfg
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.4."), reason="Dynamo of torch 2.4 cuts the losses in pieces")
 @pytest.mark.parametrize(
-    ("name", "hyp", "losses"),
-    [("yolov7-tiny", "tiny", ["BatchedLoss", "BatchedLossOTA"]), ("yolov7", "p5", None),
-     ("yolov7-w6", "p6", ["BatchedLossAuxOTA"])],
-)  # fmt: skip
-def test_no_graph_breaks(name, hyp, losses, monkeypatch, tmp_path):
-    if losses and torch.__version__.startswith("2.4."):
-        pytest.skip("Dynamo of torch 2.4 cannot trace the losses in one piece")
-    if losses is None:  # they are those of the tiny model
-        monkeypatch.setattr(compiled, "losses_of", lambda model: [])
-    model = Model(cfg_of_w6_layers(tmp_path) if name == "yolov7-w6" else f"cfg/training/{name}.yaml", nc=80)
+    ("family", "hyp", "losses"),
+    [("yolov7-tiny yolov7", "p5", ["BatchedLoss", "BatchedLossOTA"]), ("yolov7-w6", "p6", ["BatchedLossAuxOTA"])],
+)
+def test_no_graph_breaks(family, hyp, losses, tmp_path):
+    model = Model(small_cfg_with_layers_of(family, tmp_path), nc=80)
     lines = compiled.explain(model, load_hyp(f"data/hyp.scratch.{hyp}.yaml"), 80, 63).splitlines()
     torch.compiler.reset()
-    names = ["model, images [2, 3, 64, 64]", *(losses or [])]
+    names = ["model, images [2, 3, 64, 64]", *losses]
     assert lines[0] == "DYNAMO EXPLANATION REPORT"
     assert lines[3:-2] == [f"{name}: graph count 1, break count 0" for name in names]
     assert lines[-1] == f"total: graph count {len(names)}, break count 0"

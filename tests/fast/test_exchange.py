@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -94,7 +95,7 @@ def test_two_processes_follow_ddp(tmp_path):
 # ---- through train.py -----------------------------------------------------------------------------------------------
 
 
-def train_both_ways(line):
+def train_both_ways(line, rank):
     with small_run.drawing(pictures=False):
         for name, flags in (("off", ()), ("fast", ("--fast",)), ("adam", ("--fast-step", "--adam", "--epochs", "1"))):
             words = [*line, "--name", name, *flags]
@@ -104,7 +105,7 @@ def train_both_ways(line):
 
 def test_whole_runs_agree(tmp_path):
     line = small_run.arguments(tmp_path, "--batch-size", "4", "--seed", "3", num_images=10)
-    for ended in run_ranks(lambda rank: train_both_ways(line), tmp_path):
+    for ended in run_ranks(partial(train_both_ways, line), tmp_path):
         assert ended.status == 0, ended.text
     tables = [read_results(tmp_path / "runs" / name / "results.txt") for name in ("off", "fast", "adam")]
     assert tables[1] == pytest.approx(tables[0], rel=2e-3, abs=1e-6) and len(tables[2]) == 1
@@ -139,10 +140,10 @@ def test_processes_that_differ_are_an_error(tmp_path):
 # ---- processes that end or hang -------------------------------------------------------------------------------------
 
 
-def lose_one(how, rank):
+def lose_one(name, rank):
     """Twenty exchanges, in the fourth of which rank 1 fails; it may be late for the first."""
 
-    pids = [0, 0]
+    how, pids = LOSSES[name][0], [0, 0]
 
     def steps(opt):
         exchange = Exchange(CPU, 2)
@@ -168,7 +169,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_nobody_waits_for_ever(name, tmp_path):
-    how, sentence = LOSSES[name]
-    first, _ = run_ranks(lambda rank: lose_one(how, rank), tmp_path, timeout=20)
+    _, sentence = LOSSES[name]
+    first, _ = run_ranks(partial(lose_one, name), tmp_path, timeout=20)
     assert first.status == 2 and sentence in first.text and "Traceback" not in first.text
     assert first.text.strip().splitlines()[-1].startswith("error: ")

@@ -124,12 +124,18 @@ def test_momentum_of_a_checkpoint_is_taken_over_and_given_back():
     assert torch_again[1].state_dict()["state"].keys() == ours[1].state_dict()["state"].keys()
 
 
-def test_dropped_gradients_do_not_count():
-    model = new_model()
+def after_backward(model):
+    """(optimizer, scaler, flat optimizer) with the gradients of one pass collected."""
     optimizer, scaler = new_optimizer(model), torch.amp.GradScaler("cpu", enabled=False)
     backward(model, scaler, 0)
     sgd = flat_sgd(optimizer, scaler)
     sgd.collect()
+    return optimizer, scaler, sgd
+
+
+def test_dropped_gradients_do_not_count():
+    model = new_model()
+    _, scaler, sgd = after_backward(model)
     expected = sgd.gradient.clone()
     assert expected.abs().sum() > 0
     sgd.drop()
@@ -143,21 +149,14 @@ def test_parameters_without_gradient_are_left_alone():
     model = new_model()
     model[0].weight.requires_grad_(False)
     before = model[0].weight.clone()
-    optimizer, scaler = new_optimizer(model), torch.amp.GradScaler("cpu", enabled=False)
-    backward(model, scaler, 0)
-    sgd = flat_sgd(optimizer, scaler)
-    sgd.collect()
+    optimizer, _, sgd = after_backward(model)
     sgd.step(torch.tensor([0.1, 0.1, 0.1, 0.1, 0.9]))
     assert torch.equal(model[0].weight, before), "no decay either"
     assert model[0].weight not in optimizer.state and len(optimizer.state) == 4
 
 
 def test_tensors_keep_their_strides_and_start_aligned():
-    model = new_model()
-    optimizer, scaler = new_optimizer(model), torch.amp.GradScaler("cpu", enabled=False)
-    backward(model, scaler, 0)
-    sgd = flat_sgd(optimizer, scaler)
-    sgd.collect()
+    optimizer, _, sgd = after_backward(new_model())
     for part in sgd.parts:
         for parameter, gradient in zip(part.parameters, part.gradients, strict=True):
             assert gradient.stride() == parameter.stride() and gradient.storage_offset() % ALIGNED == 0

@@ -89,24 +89,24 @@ def test_padded_sizes_grow_with_the_batches(monkeypatch):
     assert len(shape.captured.inputs[1]) == length
 
 
-def test_crowded_batches_go_without():
-    steps = OnCPU(new_trainer(batched=True))
+def crowded_steps(*crowded):
+    """The steps of six ordinary batches and then of those that are told: with 40 times the boxes, or ordinary."""
+    steps, given = OnCPU(new_trainer(batched=True)), list(batches(6))
     steps.begin_epoch()
-    given = list(batches(6))
     crowd = given[0]._replace(targets=given[0].targets.repeat(40, 1))
-    for i, batch in enumerate([*given, crowd, given[0]]):
+    for i, batch in enumerate([*given, *(crowd if is_crowded else given[0] for is_crowded in crowded)]):
         steps.step(i, 0, batch)
+    return steps
+
+
+def test_crowded_batches_go_without():
+    steps = crowded_steps(True, False)
     assert steps.counts["ordinary"] == 4 and steps.counts["replayed"] == 4
 
 
 def test_many_crowded_batches_enlarge_the_graph(monkeypatch):
     monkeypatch.setattr(cuda_graph, "MAX_CROWDED", 1)
-    steps = OnCPU(new_trainer(batched=True))
-    steps.begin_epoch()
-    given = list(batches(6))
-    crowd = given[0]._replace(targets=given[0].targets.repeat(40, 1))
-    for i, batch in enumerate([*given, crowd, crowd, crowd]):
-        steps.step(i, 0, batch)
+    steps = crowded_steps(True, True, True)
     assert steps.counts["ordinary"] == 4 and steps.counts["replayed"] == 5
 
 

@@ -21,9 +21,10 @@ from utils.fast.train_step import FastSteps
 from utils.system.files import PROJECT_ROOT
 
 PROGRAM = """
-import sys, train
-train.main(train.train_parser().parse_args(sys.argv[1:]))
-print("LOADED", *sys.modules)
+import sys
+from tests import small_run
+assert small_run.program("train", sys.argv[1:]) == 0
+print(*sys.modules)
 """
 
 

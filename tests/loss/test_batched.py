@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests import loss_cases, small_run
+from tests.bench_loss import graph_replay
 from tests.loss_cases import AUXILIARY, KINDS, ORDINARY, model_with_head, random_case
 from tests.parity import check
 from utils.loss.batched import CLASSES, BatchedLoss, BatchedLossAuxOTA, BatchedLossOTA
@@ -279,22 +280,13 @@ def test_cuda_graph(reference, batched):
         loss, items = compute_loss.compute(predictions, static)
         return loss, items, *torch.autograd.grad(loss, used)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-
+    replay = graph_replay(step)
     for now in (case, other, case):
         for prediction, values in zip(predictions, now.predictions, strict=True):
             prediction.data.copy_(values.detach())
         for candidates, new in zip(static, prepared(compute_loss, now, sizes), strict=True):
             candidates.copy_(new)
-        graph.replay()
-        assert_equal(captured, with_gradients(reference, now))
+        assert_equal(replay(), with_gradients(reference, now))
 
 
 # --- choice ----------------------------------------------------------------------------------------------------------

@@ -1,19 +1,19 @@
 """The opt-in loaders: the same batches as the reference whatever the flags, in buffers that nobody overwrites."""
 
 import itertools
+import multiprocessing
 import os
 import pickle
-import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from tests import forked
 from tests.loader_cases import BATCH, HYP, OPT, assert_same, copied, make_loader, read, same
 from utils.data.fast import loader as fast_loader
 from utils.data.fast.shm_batches import BatchRing, BatchWriter, SharedMemoryLoader, choose_micro_batch, ring_length
@@ -21,8 +21,6 @@ from utils.data.keyed_dataset import KeyedDataset
 from utils.data.worker_errors import LoaderError
 from utils.datasets import LoadImagesAndLabels, create_dataloader
 from utils.system import memory
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -107,25 +105,6 @@ def test_passes_that_are_left_early(folder):
     assert same([copied(batch) for batch in loader], reference[1])
 
 
-START_METHOD = """
-import multiprocessing, os, pickle, sys
-from pathlib import Path
-from tests.data.fast.test_loader import FLAGS, WEIGHTED, read_without_flags
-from tests.loader_cases import read
-from utils.data.fast import loader
-if __name__ == "__main__":
-    os.cpu_count = lambda: 16
-    method, folder = sys.argv[1:]
-    multiprocessing.set_start_method(method.split()[0])
-    modes = [{}, WEIGHTED]
-    if "only" in method:
-        loader.can_fork = lambda: False
-        FLAGS = FLAGS[-1:]  # to start a process takes seconds here
-    found = [[read(Path(folder), epochs=2, workers=1, **mode, **flags) for flags in FLAGS] for mode in modes]
-    sys.stdout.buffer.write(pickle.dumps((found, read_without_flags(folder, workers=1))))
-"""
-
-
 def read_without_flags(folder, workers):
     """Two epochs of weighted indices from the reference loader."""
     loader, dataset = create_dataloader(f"{folder}/all.txt", 64, BATCH, 32, OPT, workers=workers, image_weights=True)
@@ -136,21 +115,30 @@ def read_without_flags(folder, workers):
     return passes
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver", "spawn only"])
+def read_with(method, folder, epochs, result):
+    """Write what all loaders read where `method` starts processes ("only": and nothing can fork) into `result`."""
+    os.cpu_count = lambda: 16
+    sys.modules["__main__"] = ModuleType("__main__")  # or each new process would import pytest
+    multiprocessing.set_forkserver_preload(["utils.datasets"])  # once, not in each process
+    multiprocessing.set_start_method(method.split()[0], force=True)
+    if "only" in method:
+        fast_loader.can_fork = lambda: False
+    found = [[read(folder, epochs, workers=1, **mode, **flags) for flags in FLAGS] for mode in ({}, WEIGHTED)]
+    result.write_bytes(pickle.dumps((found, read_without_flags(folder, workers=1))))
+
+
+@pytest.mark.parametrize("method", ["forkserver", "forkserver only"])
 def test_same_batches_whatever_starts_processes_by_default(method, folder, tmp_path):
     """Loaders with flags fork wherever that is possible; where it is not ("only"), one sentence says what is used."""
-    program = tmp_path / "program.py"
-    program.write_text(START_METHOD)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, program, method, folder], cwd=ROOT, env=environment, capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()
-    found, without_flags = pickle.loads(done.stdout)
+    ended = forked.run(tmp_path, read_with, method, folder, 2, tmp_path / "batches")
+    assert ended.status == 0, ended.text
+    found, without_flags = pickle.loads((tmp_path / "batches").read_bytes())
     assert_same(without_flags, read_without_flags(folder, workers=0))
     for mode, variants in zip(({}, WEIGHTED), found, strict=True):
         reference = read(folder, epochs=2, workers=0, **mode)
         for batches in variants:
             assert_same(batches, reference)
-    assert (b"this system cannot fork; the reference loader is used" in done.stderr) == ("only" in method)
+    assert ("this system cannot fork; the reference loader is used" in ended.text) == ("only" in method)
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)

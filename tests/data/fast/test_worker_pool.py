@@ -1,22 +1,24 @@
 """utils/data/fast/worker_pool.py in use: accidents and ends of all kinds leave one message and nothing behind."""
 
-import json
+import gc
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
+from tqdm import tqdm
 
+from tests import forked
+from tests.forked import Forked
 from tests.loader_cases import make_loader
+from utils.data.fast import worker_pool
 from utils.data.fast.worker_pool import WorkerPool
 from utils.data.worker_errors import LoaderError, about
 from utils.datasets import LoadImagesAndLabels
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -128,20 +130,14 @@ def test_an_error_names_its_file_once():
     assert about("a\nb.png", "a\\nb.png: cannot be opened") == "a\\nb.png: cannot be opened"
 
 
-ENDURANCE = """
-import gc, json, os, sys, threading
-from pathlib import Path
-from tqdm import tqdm
-from tests.loader_cases import make_loader
-
 def resources():
     gc.collect()
-    shared = sum("/dev/shm/" in line for line in open("/proc/self/maps"))
-    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-    return len(os.listdir("/proc/self/fd")), threading.active_count(), shared, len(children)
+    shared = sum("/dev/shm/" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), shared, len(children())
 
-def seen_in(epochs, **options):
-    loader, _ = make_loader(Path(sys.argv[1]), worker_tensor=True, **options)
+
+def resources_after(epochs, folder, **options):
+    loader, _ = make_loader(folder, worker_tensor=True, **options)
     seen = []
     for _ in range(epochs):
         for _ in loader:
@@ -149,53 +145,52 @@ def seen_in(epochs, **options):
         seen.append(resources())
     return seen
 
-os.cpu_count = lambda: 4
-tqdm.monitor_interval = 0  # no thread that watches progress bars
-seen_in(1)  # what the first loader of a process sets up for all
-for image_weights in (False, True):
-    for persistent_workers in (False, True):
+
+def endure(folder, epochs):
+    os.cpu_count = lambda: 4
+    tqdm.monitor_interval = 0  # no thread that watches progress bars
+    resources_after(1, folder)  # what the first loader of a process sets up for all
+    for image_weights, persistent_workers in product((False, True), repeat=2):
         outside = resources()
-        seen = seen_in(20, image_weights=image_weights, persistent_workers=persistent_workers)
-        print(json.dumps([outside, seen, resources()]))
-"""
+        seen = resources_after(epochs, folder, image_weights=image_weights, persistent_workers=persistent_workers)
+        assert seen == seen[:1] * epochs, "open files, threads, mappings, processes stay the same"
+        assert resources() == outside
 
 
-def test_twenty_epochs_leak_nothing(folder):
-    program = subprocess.run([sys.executable, "-c", ENDURANCE, str(folder)], cwd=ROOT, text=True, capture_output=True)
-    assert program.returncode == 0, program.stderr
-    variants = [json.loads(line) for line in program.stdout.splitlines()]
-    assert len(variants) == 4
-    for outside, seen, after in variants:
-        assert len(seen) == 20 and seen == seen[:1] * 20, "open files, threads, mappings, processes stay the same"
-        assert after == outside
+def test_ten_epochs_leak_nothing(folder, tmp_path):
+    ended = forked.run(tmp_path, endure, folder, 10)
+    assert ended.status == 0, ended.text
 
 
-PROGRAM = """
-import os, sys, time
-from types import SimpleNamespace
-os.cpu_count = lambda: 4
-from tests import golden_data
-from utils.datasets import create_dataloader
-loader, _ = create_dataloader(sys.argv[1], 64, 4, 32, SimpleNamespace(single_cls=False), augment=True,
-                              hyp=golden_data.ALL_AUGMENTATIONS, workers=3, worker_tensor=True)
-print(*(process.pid for process in loader.pool.processes), flush=True)
-while True:
-    list(loader)
-"""
+def read_for_ever(folder, connection):
+    os.setsid()
+    os.cpu_count = lambda: 4
+    loader, _ = make_loader(folder, workers=3, worker_tensor=True)
+    connection.send([process.pid for process in loader.pool.processes])
+    while True:
+        list(loader)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_end_of_the_main_process_ends_the_workers(number, folder):
-    program = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(folder / "all.txt")], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
-    workers = [int(pid) for pid in program.stdout.readline().split()]
-    assert len(workers) == 3
-    os.killpg(program.pid, number) if number == signal.SIGINT else program.send_signal(number)
-    assert program.wait(10) != 0
+def test_end_of_the_main_process_ends_the_workers(number, folder, tmp_path):
+    workers, program = started(tmp_path, read_for_ever, folder)
+    assert len(workers) == 3 and all(map(is_running, workers))
+    (os.killpg if number == signal.SIGINT else os.kill)(program.pid, number)
+    assert program.end(10).status not in (0, None)
+    assert_ended(workers)
+
+
+def started(tmp_path, body, *args):
+    """(the process ids that a program sends when it has started, the program)."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    program = Forked(tmp_path / "program.txt", body, *args, sender)
+    sender.close()
+    return receiver.recv(), program
+
+
+def assert_ended(pids):
     deadline = time.monotonic() + 10
-    while (alive := [pid for pid in workers if is_running(pid)]) and time.monotonic() < deadline:
+    while (alive := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not alive
 
@@ -248,33 +243,25 @@ def test_worker_stopped_in_the_middle_of_an_answer(no_orphans):
         pool.answers()
 
 
-BLOCKED = """
-import sys, time
-from tests.data.fast.test_worker_pool import Answers
-from utils.data.fast import worker_pool
-if sys.argv[1] == "pipes alone":
-    worker_pool.enter_child = lambda parent: None
-pools = [worker_pool.WorkerPool(Answers(), 2, timeout=30) for _ in range(2)]
-for pool in pools:
-    for number in range(2):
-        pool.submit((number, 1_000_000))
-time.sleep(1)
-print(*(process.pid for pool in pools for process in pool.processes), flush=True)
-time.sleep(60)
-"""
+def wait_for_a_reader(means, connection):
+    if means == "pipes alone":
+        worker_pool.enter_child = lambda parent: None
+    pools = [WorkerPool(Answers(), 2, timeout=30) for _ in range(2)]
+    for pool in pools:
+        for number in range(2):
+            pool.submit((number, 1_000_000))
+    time.sleep(0.5)
+    connection.send([process.pid for pool in pools for process in pool.processes])
+    time.sleep(60)
 
 
 @pytest.mark.parametrize("means", ["pipes alone", "the kernel too"])
-def test_workers_that_wait_for_a_reader_end_with_the_main_process(means):
-    program = subprocess.Popen([sys.executable, "-c", BLOCKED, means], cwd=ROOT, text=True, stdout=subprocess.PIPE)
-    workers = [int(pid) for pid in program.stdout.readline().split()]
+def test_workers_that_wait_for_a_reader_end_with_the_main_process(means, tmp_path):
+    workers, program = started(tmp_path, wait_for_a_reader, means)
     assert len(workers) == 4 and all(map(is_running, workers))
     program.kill()
-    program.wait(10)
-    deadline = time.monotonic() + 10
-    while (alive := [pid for pid in workers if is_running(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not alive
+    program.join(10)
+    assert_ended(workers)
 
 
 def test_a_pool_made_in_a_thread_outlives_it(no_orphans):

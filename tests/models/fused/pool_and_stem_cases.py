@@ -1,6 +1,6 @@
 """The kernels of models/fused/pools.py and stem.py against torch, on a GPU or interpreted on a CPU.
 
-Run by test_pools.py in a process of its own: Triton reads TRITON_INTERPRET when it is imported.
+Run by test_network.py in a process of its own: Triton reads TRITON_INTERPRET when it is imported.
 """
 
 from copy import deepcopy

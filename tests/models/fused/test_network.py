@@ -1,8 +1,6 @@
-"""The fused model: its kernels in a process of their own (kernel_cases.py), its plans with torch for the kernels."""
+"""The fused model: its kernels in a process of their own (kernel_cases.py, pool_and_stem_cases.py), its
+plans with torch for the kernels."""
 
-import os
-import subprocess
-import sys
 from collections import Counter
 from copy import deepcopy
 from importlib.util import find_spec
@@ -12,7 +10,6 @@ import torch
 from torch import nn
 
 from models.config import read_cfg
-from utils.system.files import PROJECT_ROOT
 
 if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -20,7 +17,7 @@ if find_spec("triton") is None:
 from models.fused.convolutions import Stem
 from models.fused.network import fused_model
 from models.yolo import IDetect
-from tests import step_cases
+from tests import step_cases, triton_cases
 from tests.models.fused import plain_kernels
 from tests.models.fused.small_models import DEVICE, compare, distance, random_model, small_cfg, trained
 from tests.tiny_model import CFG
@@ -40,11 +37,7 @@ def images(size=64, batch=2):
 
 
 def test_kernels_against_torch():
-    interpreted = "0" if torch.cuda.is_available() else "1"
-    environment = {**os.environ, "TRITON_INTERPRET": interpreted, "OMP_NUM_THREADS": "1"}
-    cases = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/models/fused/kernel_cases.py"]
-    done = subprocess.run(cases, cwd=PROJECT_ROOT, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    triton_cases.run("tests/models/fused/kernel_cases.py", "tests/models/fused/pool_and_stem_cases.py")
 
 
 @pytest.mark.parametrize("first", [["Conv", [8, 3, 2]], ["Conv", [8, 3, 1]], ["ReOrg", []], ["Conv", [8, 5, 2]]])

@@ -15,6 +15,7 @@ from tests import small_run
 from tools.experiments import runner
 from tools.experiments.runner import MAP50, FinishedRun, run_training
 from utils.system.children import PARENT
+from utils.system.files import PROJECT_ROOT
 
 CFG = "--cfg cfg/training/yolov7-tiny.yaml"  # not read by the fake training, but the tools look for it
 FAKE = [sys.executable, str(Path(__file__).resolve().parents[2] / "fake_train.py")]
@@ -199,7 +200,9 @@ def test_memory_is_that_of_the_epochs_after_the_first(window, is_inside, tmp_pat
     assert bool(memory) == is_inside and all(0 <= entry < 1 for entry in memory)
 
 
-def test_a_real_training_with_its_speed(tmp_path):
+def test_a_real_training_with_its_speed(tmp_path, monkeypatch):
+    assert [sys.executable, str(PROJECT_ROOT / "train.py")] == runner.TRAIN
+    monkeypatch.setattr(runner, "TRAIN", small_run.UNDRAWN)
     arguments = small_run.arguments(tmp_path, "--epochs", "2")
     keep = [word for word in arguments if word not in ("--project", str(tmp_path / "runs"), "--name", "run")]
     run = run_training(keep, tmp_path / "real" / "run", timeout=120, environment={"OMP_NUM_THREADS": "1"})

@@ -1,4 +1,4 @@
-"""The kernels of pools and stem: see pool_and_stem_cases.py."""
+"""Cases of Triton's kernels run in a process of their own: Triton reads TRITON_INTERPRET when it is imported."""
 
 import os
 import subprocess
@@ -10,11 +10,13 @@ import torch
 
 from utils.system.files import PROJECT_ROOT
 
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-def test_pools_and_stem_against_torch():
+
+def run(*files):
+    """Run the cases in `files` on a GPU, or interpreted on the CPU; the test fails if one of them does."""
     interpreted = "0" if torch.cuda.is_available() else "1"
     environment = {**os.environ, "TRITON_INTERPRET": interpreted, "OMP_NUM_THREADS": "1"}
-    cases = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/models/fused/pool_and_stem_cases.py"]
+    cases = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *files]
     done = subprocess.run(cases, cwd=PROJECT_ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
