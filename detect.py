@@ -4,17 +4,16 @@ python detect.py --weights runs/train/exp/weights/best.pt --source images/ --img
 """
 
 import logging
+import signal
 import sys
 from functools import partial
 from pathlib import Path
-
-import cv2
 
 from models.experimental import Ensemble, attempt_load
 from utils.config.data_yaml import read_yaml
 from utils.config.options import check_detect_options, check_img_size, detect_parser
 from utils.detect import writers
-from utils.detect.loop import Window, check_window, detect
+from utils.detect.loop import Window, check_window, detect, quiet_decoders
 from utils.detect.names import find_items
 from utils.detect.predict import Predictor, Thresholds
 from utils.detect.sources import FileSource, prepare
@@ -81,8 +80,7 @@ def main(opt):
         logger.warning("--update has no effect: best.pt and last.pt are stripped when a training ends")
     if opt.view_img:
         check_window()
-    if hasattr(cv2, "setLogLevel"):
-        cv2.setLogLevel(0)  # what is wrong with a file is said here
+    quiet_decoders()
     items = find_items(opt.source)
     check_can_be_made(opt.project)
     if opt.exist_ok:
@@ -105,6 +103,5 @@ def main(opt):
 
 
 if __name__ == "__main__":
-    parser = detect_parser()
-    opt = parser.parse_args()
-    entry.run(main, opt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # docker stop closes videos as Ctrl-C does
+    entry.run(main, detect_parser().parse_args())

@@ -39,10 +39,10 @@ def create(name, pretrained=False, channels=3, classes=80, autoshape=True):
 
     Nothing is downloaded: ValueError where that file is missing, and for an unknown name.
     """
-    cfg = PROJECT_ROOT / "cfg" / "training" / f"{name}.yaml"
-    if not cfg.is_file():
-        known = ", ".join(sorted(path.stem for path in cfg.parent.glob("*.yaml")))
-        raise ValueError(f"there is no model {printable(name)}; there are {known}")
+    known = {path.stem: path for path in (PROJECT_ROOT / "cfg" / "training").glob("*.yaml")}
+    if name not in known:
+        raise ValueError(f"there is no model {printable(name)}; there are {', '.join(sorted(known))}")
+    cfg = known[name]
     model = Model(cfg, ch=channels, nc=classes).eval()
     if pretrained:
         places = [Path(f"{name}.pt"), PROJECT_ROOT / f"{name}.pt"]

@@ -1,18 +1,17 @@
 """Detection from files to rows: detect.py beside a loop that takes one image after the other.
 
-    python tests/bench_detect.py [--images 1000] [--batch 32] [--weights best.pt] [--device 0] [--save]
+    python tests/bench_detect.py [--images 1000] [--batch 32] [--weights best.pt] [--device cuda:0] [--save]
 
-JPEGs of 640 x 480 (copies of 250 drawn ones). Without --weights the model is an untrained yolov7-tiny whose objectness
-is shifted until an image has about --candidates boxes above the threshold, .001. The loop reads with OpenCV,
-letterboxes, copies to the device, runs the fused network (half precision on a GPU) and the NMS of this project, and
-with --save draws and writes: what a straightforward program does, nothing ahead of time.
-Both sides run once to warm up, then in turns, --repeats times; medians with the extremes of images a second.
+JPEGs of 640 x 480, some upright (copies of 100 drawn ones). Without --weights the model is an untrained yolov7-tiny
+whose objectness is shifted until an image has about --candidates boxes above the threshold, .001. The loop reads with
+OpenCV, letterboxes, copies to the device, runs the fused network and the NMS of this project, and with --save draws and
+writes: what a straightforward program does, nothing ahead of time. On a GPU in half precision and in float32.
+After a warm-up all sides run in turns, --repeats times; medians with the extremes of images a second, with decoding.
 """
 
 import argparse
 import logging
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -99,47 +98,60 @@ def main():
     logging.disable(logging.INFO)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     with tempfile.TemporaryDirectory() as place:
-        items = find_items([str(write_images(Path(place), options.images))])
+        items = find_items([str(write_images(Path(place), options.images, num_different=100))])
         weights = options.weights or make_weights(Path(place) / "tiny.pt", items, options.img, options.candidates)
-        model = attempt_load(weights, map_location=device)
-        predictor, names = Predictor(model, THRESHOLDS, None), list(model.names)
         folder = Path(place) / "drawn" if options.save else None
         if folder:
             folder.mkdir()
-        sides = {"one by one": partial(one_by_one, model, items, names, folder, options.img)}
-        for batch in dict.fromkeys((1, options.batch)):
-            sides[f"detect.py, batch {batch}"] = partial(pipeline, predictor, items, names, folder, options.img, batch)
-        rates, rows = {name: [] for name in sides}, {}
-        for repeat in range(options.repeats + 1):
-            for name, side in sides.items():
-                start = time.perf_counter()
-                rows[name] = sum(map(len, side()))
-                if repeat:  # the first one warms up
-                    rates[name].append(len(items) / (time.perf_counter() - start))
-    show(options, device, rates, rows)
+        machine = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        print(f"{machine}, {os.cpu_count()} cores, torch {torch.__version__}, OpenCV {cv2.__version__}")
+        print(f"{options.images} images, {options.img} px, saved: {options.save}\n")
+        print("| precision | side | images | img/s | times | rows an image |\n|---|---|---|---|---|---|")
+        for half in (True, False) if device.type == "cuda" else (False,):
+            model = attempt_load(weights, map_location=device)
+            predictor, names = Predictor(model, THRESHOLDS, half), list(model.names)
+            sides = {"one by one": (partial(one_by_one, predictor.model), items[: options.single])}
+            for size in dict.fromkeys((1, options.batch)):
+                few = items[: options.single] if size == 1 else items
+                sides[f"detect.py, batch {size}"] = (partial(pipeline, predictor, batch=size), few)
+            show("fp16" if half else "fp32", *measure(sides, names, folder, options), sides)
 
 
-def show(options, device, rates, rows):
-    machine = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    print(f"{machine}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}")
-    print(f"{options.images} images, {options.img} px, saved: {options.save}\n")
-    print("| side | img/s | times | rows |\n|---|---|---|---|")
+def measure(sides, names, folder, options):
+    """({side: images a second of each repeat}, {side: rows}), in turns after a short warm-up."""
+    rates, rows = {name: [] for name in sides}, {}
+    for repeat in range(options.repeats + 1):
+        for name, (side, items) in sides.items():
+            chosen = items if repeat else items[: 3 * options.batch]  # the first one warms up
+            start = time.perf_counter()
+            rows[name] = sum(map(len, side(items=chosen, names=names, folder=folder, size=options.img)))
+            if repeat:
+                rates[name].append(len(chosen) / (time.perf_counter() - start))
+    return rates, rows
+
+
+def show(precision, rates, rows, sides):
     base = statistics.median(rates["one by one"])
     for name, values in rates.items():
-        middle = statistics.median(values)
+        middle, count = statistics.median(values), len(sides[name][1])
         spread = f"{min(values):.1f}-{max(values):.1f}"
-        print(f"| {name} | {middle:.1f} ({spread}) | {middle / base:.2f} | {rows[name]} |")
+        found = rows[name] / count
+        print(
+            f"| {precision} | {name} | {count} | {middle:.1f} ({spread}) | {middle / base:.2f} | {found:.0f} |",
+            flush=True,
+        )
 
 
 def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=1000)
+    parser.add_argument("--single", type=int, default=300, help="of them for the sides that take one at a time")
     parser.add_argument("--img", type=int, default=640)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--weights", default="", help="a checkpoint instead of an untrained yolov7-tiny")
     parser.add_argument("--candidates", type=int, default=300, help="an image, of the untrained model")
     parser.add_argument("--save", action="store_true", help="draw and write the images too")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--device", default="")
     return parser.parse_args()
 

@@ -3,7 +3,8 @@
 import threading
 import time
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from unittest import mock
 
 import cv2
@@ -76,6 +77,29 @@ def run(weights, source, project, *flags):
 
 
 @contextmanager
+def file_server(folder):
+    """The address of a server for the files of a folder."""
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *args):
+            pass
+
+    with _serving(partial(Quiet, directory=str(folder))) as address:
+        yield address
+
+
+@contextmanager
+def _serving(handler):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@contextmanager
 def camera(frames_by_connection, pause=0.02):
     """An MJPEG server; connection k sends frames_by_connection[k] frames, each a shade of gray, and ends.
 
@@ -105,12 +129,8 @@ def camera(frames_by_connection, pause=0.02):
         def log_message(self, *args):
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}/video.mjpg", connections
-    finally:
-        ended.set()
-        server.shutdown()
-        server.server_close()
+    with _serving(Answer) as address:
+        try:
+            yield f"{address}/video.mjpg", connections
+        finally:
+            ended.set()

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import cv2
 import numpy as np
@@ -35,7 +36,7 @@ def weights(tmp_path_factory):
 def images(tmp_path):
     folder = tmp_path / "images"
     folder.mkdir()
-    for number, (height, width) in enumerate([(64, 64), (48, 64), (64, 64), (64, 40), (48, 64)]):
+    for number, (height, width) in enumerate([(64, 64), (48, 64), (64, 64), (64, 30), (48, 64)]):
         cv2.imwrite(str(folder / f"{number}.png"), picture(number, height, width))
     return folder
 
@@ -104,14 +105,24 @@ def comparable(folder, number, side, border):
     return np.concatenate((rows[:, :1], corners.clip(0, 64), rows[:, 5:]), 1)
 
 
-def test_batches_change_nothing(weights, images, tmp_path):
-    """Images of several shapes, one by one and four at a time."""
-    found = []
+def test_batches_change_nothing(weights, images, tmp_path, caplog):
+    """Images of several shapes, one by one and four at a time: rows, their order, lines."""
+    caplog.set_level("INFO")
+    found, said = [], []
     for size in (1, 4):
+        caplog.clear()
         folder, _ = run(weights, images, tmp_path / str(size), *LOW, "--save-csv", "--batch-size", str(size))
-        found.append({(row["source"], row["x1"], row["y2"]): row for row in table(folder)})
+        found.append(table(folder))
+        said.append([text.rpartition(",")[0] for text in caplog.messages if text.startswith("image ")])
         assert len(list(folder.glob("*.png"))) == 5
-    assert found[0] == found[1] and len(found[0]) > 10
+    assert said[0] == said[1] and len(said[0]) == 5 and said[0] == sorted(said[0])
+    assert [row["source"] for row in found[0]] == [row["source"] for row in found[1]] and len(found[0]) > 10
+    for name in sorted({row["source"] for row in found[0]}):
+        keys = ("class", "confidence", "x1", "y1", "x2", "y2")
+        one, four = (np.array([[float(row[key]) for key in keys] for row in rows if row["source"] == name])
+                     for rows in found)  # fmt: skip
+        distances = np.abs(one[:, None] - four[None]).max(2)  # equal confidences may have changed places
+        assert distances.min(0).max() < 0.02 and distances.min(1).max() < 0.02
 
 
 def test_ensembles(weights, images, tmp_path):
@@ -163,6 +174,25 @@ def test_a_second_run_into_one_folder_doubles_nothing(weights, images, tmp_path)
             [len(path.read_text()) for path in [*sorted((folder / "labels").iterdir()), folder / "detections.csv"]]
         )
     assert sizes[0] == sizes[1] and len(sizes[0]) == 6
+
+
+def test_ctrl_c_writes_what_is_found(weights, images, tmp_path, monkeypatch, caplog):
+    """Image 0 waits for others of its shape when Ctrl-C comes; those that have overtaken it are not lost."""
+    caplog.set_level("INFO")
+    for number in (1, 2):
+        cv2.imwrite(str(images / f"{number}.png"), picture(number, 30, 64))
+
+    def interrupted(source):
+        plain = iter(type(source).__mro__[1].__iter__(source))
+        yield next(plain)
+        raise KeyboardInterrupt
+
+    source = type("Interrupted", (detect.FileSource,), {"__iter__": interrupted})
+    monkeypatch.setattr(detect, "FileSource", source)
+    folder, status = run(weights, images, tmp_path, "--batch-size", "2", "--save-csv", *LOW)
+    assert status == 130 and "Interrupted: 2 images" in caplog.text
+    assert sorted(path.name for path in folder.glob("*.png")) == ["1.png", "2.png"]
+    assert [Path(name).name for name in dict.fromkeys(row["source"] for row in table(folder))] == ["1.png", "2.png"]
 
 
 def test_images_of_one_name_have_files_of_their_own(weights, tmp_path):
@@ -269,6 +299,7 @@ def test_damaged_files_are_named_and_skipped(weights, images, tmp_path, caplog):
         ("http://127.0.0.1:9/x", (), "cannot be opened: is the camera attached, the address right"),
         ("a.jpg", ("--classes", "7"), "--classes 7: the detector knows the classes 0 to 1"),
         ("a.jpg", ("--conf", "2"), "--conf-thres 2"),
+        ("a.jpg", ("--line-thickness", "99999"), "--line-thickness 99999 is too large"),
         ("a.jpg", ("--weights", "none.pt"), r"none\.pt: no such checkpoint"),
         ("a.jpg", ("--view-img",), "--view-img: "),
     ],
@@ -285,8 +316,8 @@ def test_refused_in_one_sentence(weights, tmp_path, monkeypatch, source, flags, 
     assert not (tmp_path / "runs").exists()
 
 
-def test_ctrl_c_leaves_a_video_that_plays(weights, tmp_path):
-    """Also a stream's, whose server ends the connection now and then."""
+def test_docker_stop_leaves_a_video_that_plays(weights, tmp_path):
+    """As Ctrl-C does; also a stream's, whose server ends the connection now and then."""
     with camera([15, 10_000]) as (address, _):
         line = line_of(weights, address, tmp_path, "--save-csv", *LOW)
         program = subprocess.Popen([sys.executable, "detect.py", *line], cwd=PROJECT_ROOT, text=True,
@@ -295,7 +326,7 @@ def test_ctrl_c_leaves_a_video_that_plays(weights, tmp_path):
         while "is back" not in said and (line := program.stdout.readline()):
             said += line
         time.sleep(1)  # a second of video
-        program.send_signal(signal.SIGINT)
+        program.send_signal(signal.SIGTERM)
         said += program.communicate(timeout=60)[0]
     assert program.returncode == 130 and "Interrupted: " in said
     assert f"{address} is lost" in said and f"{address} is back" in said

@@ -128,11 +128,24 @@ def test_attributes_and_raw_output(model):
         (3, "image 0 is a int; give paths"),
         (np.zeros((5, 5, 7), np.uint8), r"has the shape \[5, 5, 7\]"),
         ([], "there is no image"),
+        ("", "the path of image 0 is empty"),
+        (np.array([["a"]]), "image 0 is an array of <U1; numbers are wanted"),
+        (np.zeros((64, 64, 3), complex), "an array of complex128"),
+        (torch.zeros(3, 64, 64), r"a tensor has to be \[b x 3 x h x w\], not \[3, 64, 64\]"),
+        (np.zeros((0, 5, 3), np.uint8), "has the shape"),
+        (["none.jpg", None], "cannot be opened"),
+        (b"jpeg", "image 0 is a bytes"),
     ],
 )
 def test_refused(model, image, message):
     with pytest.raises(ValueError, match=message):
         model(image)
+
+
+@pytest.mark.parametrize("size", [0, -5, "640", (64, 64), None, 0.5])
+def test_refused_sizes(model, size):
+    with pytest.raises(ValueError, match="has to be a whole number of pixels, such as 640"):
+        model(picture(0), size=size)
 
 
 def test_several_heads_with_unequal_groups(tmp_path):
@@ -164,6 +177,8 @@ def test_models_by_name(tmp_path, monkeypatch):
         hubconf.yolov7_tiny()
     with pytest.raises(ValueError, match="there is no model yolov9; there are yolov7, "):
         hubconf.create("yolov9")
+    with pytest.raises(ValueError, match=r"there is no model \.\./training/yolov7; there are yolov7, "):
+        hubconf.create("../training/yolov7")
     torch.save({"model": model.model}, "yolov7-tiny.pt")
     again = hubconf.yolov7_tiny(classes=3, autoshape=False)
     assert torch.equal(again.state_dict()["model.0.conv.weight"], model.model.state_dict()["model.0.conv.weight"])

@@ -41,10 +41,30 @@ def test_lists_of_streams_and_of_files(folder):
     assert [item.path for item in find_items(["cameras.txt"])] == ["0", "1", "rtsp://host/one"]
     (folder / "deep" / "files.txt").write_text("b.png\na.JPG\n")
     assert [item.path for item in find_items(["deep/files.txt"])] == ["a.JPG", "deep/b.png"]
-    for content, message in (("", "is empty"), ("cameras.txt", "a list holds no lists")):
+    for content, message in (
+        ("", "is empty"),
+        ("cameras.txt", "a list holds no lists"),
+        ("a.JPG\nnone.jpg", r"--source bad\.txt names none\.jpg, which does not exist"),
+        ("none/*.jpg", "which does not exist"),
+    ):
         (folder / "bad.txt").write_text(content)
         with pytest.raises(ValueError, match=message):
             find_items(["bad.txt"])
+
+
+def test_a_folder_that_is_called_like_a_list(folder):
+    (folder / "frames.txt").mkdir()
+    (folder / "frames.txt" / "a.png").touch()
+    assert names(find_items(["frames.txt"])) == [("image", "a")]
+
+
+@pytest.mark.parametrize("source", [
+    "", " ", "²", "None", "~nobody/x.jpg", "*.nothing", "[", "a.JPG/", "a.JPG/b.png", "\t", "deep/none.png", "file://a.JPG",
+    "x" * 5000, "rtsp:/x", "htp://x", "-1", "0x1", "1.5", "./0", "C:\\a.jpg",
+])  # fmt: skip
+def test_sources_that_do_not_exist(folder, source):
+    with pytest.raises(ValueError, match="does not exist"):
+        find_items([source])
 
 
 def test_passwords_are_not_shown(folder):

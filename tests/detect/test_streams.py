@@ -4,9 +4,10 @@ import logging
 import time
 
 import numpy as np
+import pytest
 import torch
 
-from tests.detect_cases import camera, frames_of, picture
+from tests.detect_cases import camera, file_server, frames_of, picture, write_film
 from utils.detect.names import Frame, Item, find_items
 from utils.detect.streams import StreamSource
 from utils.detect.writers import Pictures
@@ -29,6 +30,40 @@ def test_two_streams_one_of_which_comes_back(caplog):
         f"{first} is lost; it is opened again when it comes back", f"{first} is back",
     ]  # fmt: skip
     assert not any(reader.is_alive() for reader in source.readers)
+
+
+def test_one_of_two_is_not_there(caplog):
+    """No stream is lost before it was tried; the one that answers is used at once."""
+    caplog.set_level(logging.INFO)
+    with camera([10_000]) as (address, _), camera([10_000]) as (other, _):
+        source = StreamSource(find_items([address, other, "http://127.0.0.1:9/x"]), lambda image: image)
+        seen = set()
+        for batch in source:
+            seen |= {frame.item.path for frame in batch}
+            if len(seen) == 2 and caplog.messages:
+                source.close()
+    assert [text.partition(" is lost")[0] for text in caplog.messages] == ["http://127.0.0.1:9/x"]
+
+
+def test_a_video_behind_an_address_is_read_once_and_whole(tmp_path):
+    """However slow the reader is."""
+    write_film(tmp_path / "film.mp4", num_frames=8)
+    with file_server(tmp_path) as address:
+        source = StreamSource(find_items([f"{address}/film.mp4"]), lambda image: image)
+        frames = []
+        for batch in source:
+            frames += batch
+            time.sleep(0.02)
+    assert [frame.number for frame in frames] == list(range(1, 9))
+    assert [frame.seconds for frame in frames] == [number / 20 for number in range(1, 9)]
+
+
+@pytest.mark.parametrize(
+    "word", ["99999999999999999999", "9999", "http://", "rtsp://\udcff", "http://127.0.0.1:99999/x"]
+)
+def test_no_such_camera(word):
+    with pytest.raises(ValueError, match="cannot be opened: is the camera attached, the address right"):
+        StreamSource(find_items([word]), lambda image: image)
 
 
 def test_a_slow_reader_gets_the_newest_image():

@@ -91,7 +91,7 @@ def test_a_file_that_fails_in_a_thread_is_one_line(monkeypatch, capsys, caplog):
             thread.start()
             thread.join()
 
-    entry.run(main, None)
+    entry.run(main, SimpleNamespace(resume=False))
     (line,) = caplog.messages
     assert line.startswith("a file is not complete: No space left on device; make room, then train.py --resume")
     err = capsys.readouterr().err
@@ -157,7 +157,7 @@ def test_who_has_own_news_exists(name):
         (OSError(28, "No space left on device", "a/last.pt"), "a/last.pt: No space left on device; make room, then"),
         (PermissionError(13, "Permission denied", "a"), "a: Permission denied"),
         (OSError("odd"), "odd"),
-        (MemoryError(), "the main memory is full: fewer --workers"),
+        (MemoryError(), "the main memory is full: fewer --workers or a smaller --batch-size needs less"),
         (ValueError("two\n   lines\x07"), "two lines\\x07"),
         (ValueError("x" * 9999), "x" * 3000 + "..."),
         (RuntimeError("DataLoader worker (pid 3) is killed by signal: Bus error."), "DataLoader worker (pid 3)"),
@@ -167,9 +167,23 @@ def test_who_has_own_news_exists(name):
 )  # fmt: skip
 def test_one_line_for_every_error(error, line, capsys):
     with pytest.raises(SystemExit) as caught:
-        entry.run(raises(error), None)
+        entry.run(raises(error), SimpleNamespace(resume=False, workers=4, batch_size=8))
     said = capsys.readouterr().err
     assert caught.value.code == 2 and said.startswith(f"error: {line}") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(("error", "status", "line"), [
+    (KeyboardInterrupt(), 130, "interrupted"),
+    (OSError(28, "No space left on device", "a.csv"), 2, "error: a.csv: No space left on device; make room"),
+    (RuntimeError("CUDA error: unknown error\nmore"), 2, "error: CUDA error: unknown error; the GPU failed"),
+    (MemoryError(), 2, "error: the main memory is full: a smaller --batch-size needs less"),
+])  # fmt: skip
+def test_only_a_training_can_be_resumed(error, status, line, capsys):
+    for options, said in (({}, line), ({"resume": False}, "train.py --resume goes on")):
+        with pytest.raises(SystemExit) as caught:
+            entry.run(raises(error), SimpleNamespace(batch_size=8, **options))
+        err = capsys.readouterr().err
+        assert caught.value.code == status and (err == f"{line}\n" if not options else said in err or "memory" in err)
 
 
 def test_names_that_the_terminal_lacks():

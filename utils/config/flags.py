@@ -279,7 +279,7 @@ DETECT_FLAGS = _table([
     Flag("--show-counts", "draw the number of objects of each class"),
     Flag("--hide-labels", "draw boxes without names"),
     Flag("--hide-conf", "draw names without confidences"),
-    Flag("--line-thickness", "pixels; 0: by the size of the image", 0, int, at_least(0), metavar="PX"),
+    Flag("--line-thickness", "pixels; 0: by the size of the image", 0, int, Range(0, 100), metavar="PX"),
     Flag("--project", "folder of all detections", "runs/detect"),
     Flag("--name", "folder of this one; a number is appended if it exists", "exp"),
     Flag("--exist-ok", "write into the folder even if it exists"),

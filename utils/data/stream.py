@@ -1,6 +1,7 @@
 """Images and videos to run a trained model on, letterboxed and ready for the network."""
 
 import logging
+import os
 from pathlib import Path
 
 import cv2
@@ -8,6 +9,7 @@ import numpy as np
 
 from utils.data.images.reading import IMAGE_SUFFIXES, VIDEO_SUFFIXES, read_image
 from utils.data.transforms import letterbox
+from utils.system.files import printable
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +55,11 @@ class LoadImages:
         yield path, self._prepared(img), img, None
 
     def _frames(self, path):
-        self.cap = cv2.VideoCapture(path)
+        try:
+            self.cap = cv2.VideoCapture(opencv_path(path))
+        except ValueError as error:
+            logger.warning("skipped: %s", error)
+            return
         try:
             self.frame, self.nframes = 0, int(self.cap.get(cv2.CAP_PROP_FRAME_COUNT))
             has_frame, img = self.cap.read()
@@ -70,6 +76,19 @@ class LoadImages:
     def _prepared(self, img):
         img = letterbox(img, self.img_size, stride=self.stride)[0]
         return np.stack(cv2.split(img)[::-1])  # BGR to RGB planes
+
+
+def opencv_path(path):
+    """`path` as OpenCV's videos take it: absolute, as 12:30.mp4 alone would be an address.
+
+    ValueError for a name that is no UTF-8: OpenCV 4 and 5 crash at one.
+    """
+    text = os.path.abspath(path)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{printable(path)}: the name is no UTF-8, as OpenCV needs it; rename it") from error
+    return text
 
 
 def _suffix(path):

@@ -15,6 +15,7 @@ from utils.data.images.reading import read_image, to_8bit
 from utils.data.transforms import letterbox
 from utils.detect.predict import Thresholds, suppress, to_original
 from utils.detect.results import HubResults
+from utils.system.files import shown
 
 FETCH_SECONDS = 10
 
@@ -42,7 +43,13 @@ class AutoShape(nn.Module):
         """
         weight = next(self.model.parameters())
         if isinstance(imgs, torch.Tensor):
+            if imgs.ndim != 4:
+                raise ValueError(
+                    f"a tensor has to be [b x 3 x h x w], not {list(imgs.shape)}; give one image as an array"
+                )
             return self.model(imgs.to(weight.device, weight.dtype), augment=augment, profile=profile)
+        if not isinstance(size, (int, np.integer)) or size < 1:
+            raise ValueError(f"size {shown(size)} has to be a whole number of pixels, such as 640")
         clock = [time.perf_counter()]
         given = list(imgs) if isinstance(imgs, (list, tuple)) else [imgs]
         if not given:
@@ -75,6 +82,8 @@ def load(image, number: int = 0) -> tuple[np.ndarray, str]:
     """(the image [h x w x 3, uint8, RGB], a file name for its results) of anything that `AutoShape` takes."""
     file = f"image{number}"
     if isinstance(image, (str, Path)):
+        if not str(image):
+            raise ValueError(f"the path of image {number} is empty")
         file = Path(str(image)).stem or file
         if str(image).lower().startswith(("http://", "https://")):
             image = fetch(str(image))
@@ -89,6 +98,8 @@ def load(image, number: int = 0) -> tuple[np.ndarray, str]:
 
 
 def _as_rgb(image, number):
+    if image.dtype.kind not in "buif":
+        raise ValueError(f"image {number} is an array of {image.dtype}; numbers are wanted, such as uint8")
     if image.ndim == 3 and image.shape[0] < 5:  # [channels x h x w]
         image = image.transpose(1, 2, 0)
     if image.ndim == 2 or image.ndim == 3 and image.shape[2] == 1:

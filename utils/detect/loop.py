@@ -4,8 +4,9 @@ import logging
 import os
 import sys
 import time
+import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -56,6 +57,14 @@ class Window:
         return cv2.waitKey(1) == ord("q")
 
 
+def quiet_decoders() -> None:
+    """Let OpenCV, FFmpeg and Pillow print nothing of their own: what is wrong with a file is said here, once."""
+    warnings.filterwarnings("ignore", module="PIL")
+    os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")  # heard when the first video is opened
+    set_level = getattr(cv2, "setLogLevel", None) or cv2.utils.logging.setLogLevel  # OpenCV 4, or 5
+    set_level(0)
+
+
 def check_window() -> None:
     """Raise ValueError where no window can be opened."""
     gui = next(
@@ -77,37 +86,82 @@ def detect(
     outcome, start = Outcome(), time.perf_counter()
     live = getattr(source, "is_live", False)
     bar = tqdm(total=None if live else num_items, unit=" images", desc="detect")
-    lines = Lines(names, bar)
+    lines, in_order = Lines(names, bar), InOrder()
+
+    def hand_on(results):
+        for frame, detections, seconds in results:
+            if frame.fault:
+                outcome.faults.append(frame.fault)
+                lines.warn(frame.fault)
+                continue
+            outcome.images += 1
+            outcome.classes.update(map(int, detections[:, 5].tolist()))
+            for writer in writers:
+                writer.add(frame, detections)
+            lines.add(frame, detections, seconds)
+            if window and window.show(frame, detections):
+                raise _Closed
+
     with ExitStack() as stack:
         stack.callback(bar.close)
         for writer in writers:
             stack.callback(writer.close)
         try:
             for batch in source:
-                if batch[0].fault:
-                    outcome.faults.append(batch[0].fault)
-                    lines.warn(batch[0].fault)
-                    continue
-                began = time.perf_counter()
-                found = predictor([frame.pixels for frame in batch])
-                took = time.perf_counter() - began
-                outcome.inference += took
-                for frame, rows in zip(batch, found, strict=True):
-                    detections = to_original(rows, frame.pixels.shape[1:], frame.image.shape)
-                    outcome.images += 1
-                    outcome.classes.update(map(int, detections[:, 5].tolist()))
-                    for writer in writers:
-                        writer.add(frame, detections)
-                    lines.add(frame, detections, took / len(batch))
-                    if window and window.show(frame, detections):
-                        return outcome
+                results = _results(batch, predictor)
+                outcome.inference += sum(seconds for *_, seconds in results)
+                hand_on(in_order.add(results))
         except KeyboardInterrupt:
             outcome.interrupted = True
+            hand_on(in_order.rest())
+        except _Closed:
+            pass
         finally:
             if live:
                 source.close()  # type: ignore[attr-defined]
             outcome.seconds = time.perf_counter() - start
     return outcome
+
+
+class _Closed(Exception):
+    """The key q was pressed in the window."""
+
+
+def _results(batch, predictor):
+    """(frame, its detections in pixels of the image, seconds) for each frame of a batch; no detections of a fault."""
+    if batch[0].fault:
+        return [(batch[0], None, 0.0)]
+    start = time.perf_counter()
+    found = predictor([frame.pixels for frame in batch])
+    each = (time.perf_counter() - start) / len(batch)
+    return [
+        (frame, to_original(rows, frame.pixels.shape[1:], frame.image.shape), each)
+        for frame, rows in zip(batch, found, strict=True)
+    ]
+
+
+class InOrder:
+    """Results in the order of the files, as batches of one shape overtake each other; of streams as they come."""
+
+    def __init__(self) -> None:
+        self.early: dict[int, tuple] = {}
+        self.due = 0
+
+    def add(self, results: Sequence[tuple]) -> Iterator[tuple]:
+        """Those of `results`, which begin with a Frame, and of earlier ones whose turn it is."""
+        for result in results:
+            if result[0].order < 0:
+                yield result
+            else:
+                self.early[result[0].order] = result
+        while self.due in self.early:
+            self.due += 1
+            yield self.early.pop(self.due - 1)
+
+    def rest(self) -> Iterator[tuple]:
+        """What is left when an earlier one will not come any more."""
+        while self.early:
+            yield self.early.pop(min(self.early))
 
 
 class Lines:

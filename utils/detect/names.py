@@ -16,6 +16,7 @@ from utils.metrics.names import image_names
 from utils.system.files import printable, read_text, split_lines
 
 STREAM_SCHEMES = ("rtsp://", "rtmp://", "http://", "https://")
+END_BYTES = 64  # of a GIF, in which its end mark is; zeros may follow
 NOTHING = np.empty((0, 0, 3), np.uint8)
 FORMATS = f"images {', '.join((*IMAGE_SUFFIXES, 'gif'))}; videos {', '.join(VIDEO_SUFFIXES)}"
 
@@ -41,6 +42,7 @@ class Frame:
     """An image [h x w x 3, uint8, BGR] of an item, and the network's input made of it [3 x h x w, uint8, RGB].
 
     `number` counts the frames of a video or a stream from 1. `is_last` of its item. `fault` says why there is no image.
+    `order` counts all frames of the files from 0; those of streams have none, they are used as they come.
     """
 
     item: Item
@@ -49,6 +51,7 @@ class Frame:
     number: int = 0
     is_last: bool = True
     fault: str = ""
+    order: int = -1
     seconds: float = 0.0  # when a stream delivered it
 
     @property
@@ -86,7 +89,7 @@ def find_items(sources: Sequence[str]) -> list[Item]:
 
 def _words(source):
     """A source, or the lines of a list of sources."""
-    if not source.lower().endswith(".txt"):
+    if not source.lower().endswith(".txt") or os.path.isdir(source):
         return [source]
     if not os.path.isfile(source):
         raise ValueError(f"--source {printable(source)} does not exist; a list has one source a line")
@@ -97,11 +100,24 @@ def _words(source):
     if nested := [line for line in lines if line.lower().endswith(".txt")]:
         raise ValueError(f"{printable(source)} names the list {printable(nested[0])}; a list holds no lists")
     beside = os.path.dirname(source)
-    return [os.path.join(beside, line) if os.path.exists(os.path.join(beside, line)) else line for line in lines]
+    words = [os.path.join(beside, line) if os.path.exists(os.path.join(beside, line)) else line for line in lines]
+    for word in words:
+        if not _is_stream(word) and not _exists(word):
+            raise ValueError(f"--source {printable(source)} names {printable(word)}, which does not exist")
+    return words
+
+
+def _exists(word):
+    path = os.path.expanduser(word)
+    return os.path.lexists(path) or bool(glob.glob(path, recursive=True))
 
 
 def _is_stream(word):
-    return word.isdigit() or word.lower().startswith(STREAM_SCHEMES)
+    return _is_camera(word) or word.lower().startswith(STREAM_SCHEMES)
+
+
+def _is_camera(word):
+    return word.isascii() and word.isdecimal()
 
 
 def _files(word):
@@ -118,7 +134,7 @@ def _files(word):
     else:
         found = sorted(glob.glob(path, recursive=True))
         if not found:
-            raise ValueError(f"--source {printable(word)} does not exist")
+            raise ValueError(f"--source {printable(word) if word.strip() else repr(word)} does not exist")
     return [file for file in found if os.path.isfile(file) or os.path.islink(file) and not os.path.isdir(file)]
 
 
@@ -133,11 +149,19 @@ def _kind(path):
 
 
 def _moves(path):
+    """Whether a GIF has several images, or is damaged: they are read one by one then, until the damage."""
     try:
         with Image.open(path) as image:
-            return getattr(image, "is_animated", False)
-    except Exception:  # reading it as an image will say what is wrong
-        return False
+            return getattr(image, "is_animated", False) or not gif_is_complete(path)
+    except Exception:  # Pillow answers broken files with nearly every exception class there is
+        return True
+
+
+def gif_is_complete(path) -> bool:
+    """Whether a GIF has its end mark; Pillow makes up what is missing without a word."""
+    with Path(path).open("rb") as file:
+        file.seek(-min(END_BYTES, os.path.getsize(path)), os.SEEK_END)
+        return file.read().rstrip(b"\0").endswith(b";")
 
 
 def _named_streams(addresses):
@@ -147,7 +171,7 @@ def _named_streams(addresses):
         parts = urllib.parse.urlsplit(address)
         label = printable(
             f"camera {address}"
-            if address.isdigit()
+            if _is_camera(address)
             else parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
         )
         name = re.sub(r"[^\w.-]+", "_", label).strip("_")

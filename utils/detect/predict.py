@@ -1,5 +1,6 @@
 """From the network's input to detections in pixels of the original images, in half precision where that works."""
 
+import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +35,8 @@ class Predictor:
         if half and self.device.type != "cuda":
             logger.warning("--half has no effect on a %s: float32 is used", self.device.type.upper())
         self.half = half is not False and self.device.type == "cuda"
-        self.model = model.half() if self.half else model.float()
+        self.full = model.float()
+        self.model = copy.deepcopy(self.full).half() if self.half else self.full
         self.thresholds, self.augment = thresholds, augment
 
     @torch.inference_mode()
@@ -47,8 +49,7 @@ class Predictor:
         predictions = self._forward(images)
         if self.half and not predictions.isfinite().all():
             logger.warning("half precision gives NaN on this GPU, as on a GTX 16xx: float32 is used (--no-half)")
-            self.half = False
-            self.model.float()
+            self.half, self.model = False, self.full  # whose weights were never rounded
             predictions = self._forward(images)
         return suppress(predictions, self.thresholds)
 

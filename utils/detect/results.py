@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from utils.detect.writers import counts_text, cut, write_image
+from utils.detect.writers import counts_text, cut, folder_name, write_image
 from utils.metrics.names import class_names
 from utils.ops.boxes import xyxy2xywh
 from utils.plots.images import class_name, draw_detections
@@ -82,9 +82,8 @@ class HubResults:
                 label, part = class_name(self.names, cls), cut(image, box)
                 crops.append({"box": box, "conf": conf, "cls": int(cls), "label": label, "im": part})
                 if folder and part.size:
-                    write_image(
-                        folder / "crops" / label.replace("/", "_") / f"{Path(name).stem}_{number}.jpg", part[..., ::-1]
-                    )
+                    file = folder / "crops" / folder_name(label) / f"{Path(name).stem}_{number}.jpg"
+                    write_image(file, part[..., ::-1])
         return crops
 
     def pandas(self) -> "HubResults":

@@ -11,12 +11,14 @@ import cv2
 import numpy as np
 from PIL import Image
 
-from utils.data.images.reading import read_image
+from utils.data.images.reading import check_jpeg_end, read_image
+from utils.data.stream import opencv_path
 from utils.data.transforms import letterbox
-from utils.detect.names import Frame, Item
+from utils.detect.names import Frame, Item, gif_is_complete
+from utils.system.files import cause_of
 
 AHEAD = 16  # frames that are decoded before they are asked for, beyond a batch
-WAITING = 4  # batches of images that may wait for others of their shape
+WAITING = 4  # batches that may come before a frame that waits for others of its shape
 COMPLETE = 0.9  # share of its frames without which a video counts as damaged; what a file tells is not exact
 
 
@@ -27,7 +29,10 @@ def prepare(image: np.ndarray, size: int, stride: int) -> np.ndarray:
 
 
 class FileSource:
-    """The frames of files, by `prepare_image`; yields batches of frames of one shape, and faults one by one."""
+    """The frames of files, by `prepare_image`; yields batches of frames of one shape, and faults one by one.
+
+    Batches overtake each other: `order` of a frame tells its place.
+    """
 
     is_live = False
 
@@ -36,7 +41,12 @@ class FileSource:
         self.workers = workers or min(16, os.cpu_count() or 1)
 
     def __iter__(self) -> Iterator[list[Frame]]:
-        return batches(self._frames(), self.batch_size)
+        return batches(self._numbered(), self.batch_size)
+
+    def _numbered(self):
+        for order, frame in enumerate(self._frames()):
+            frame.order = order
+            yield frame
 
     def _frames(self):
         images = [item for item in self.items if item.kind == "image"]
@@ -52,29 +62,36 @@ class FileSource:
     def _read(self, item):
         try:
             image = read_image(item.path)
+            check_jpeg_end(item.path)
+            return Frame(item, image, self.prepare_image(image))
         except ValueError as error:
             return Frame(item, fault=f"{error}; skipped")
-        return Frame(item, image, self.prepare_image(image))
+        except (MemoryError, cv2.error) as error:  # too large to be decoded or resized
+            return Frame(item, fault=f"{item.label}: cannot be decoded ({cause_of(error)}); skipped")
 
     def _video(self, item):
         """Its frames, the last one marked as such; a fault at the end where there are no or too few."""
-        previous = None
-        for number, image in enumerate((_moving_image if item.path.lower().endswith(".gif") else _film)(item), 1):
-            if previous is not None:
-                yield previous
-            previous = Frame(item, image, self.prepare_image(image), number, is_last=False)
+        previous, reason = None, ""
+        try:
+            for number, image in enumerate((_moving_image if item.path.lower().endswith(".gif") else _film)(item), 1):
+                if previous is not None:
+                    yield previous
+                previous = Frame(item, image, self.prepare_image(image), number, is_last=False)
+        except (ValueError, MemoryError, cv2.error) as error:
+            reason = f" ({cause_of(error)})"
         read = previous.number if previous else 0
         if previous is not None:
-            previous.is_last = read >= COMPLETE * item.num_frames
+            previous.is_last = read >= COMPLETE * item.num_frames and not reason
             yield previous
         if not read or not previous.is_last:
-            found = f"only {read} of {item.num_frames} frames can be read" if read else "no frame can be read"
-            yield Frame(item, fault=f"{item.label}: {found}; it is damaged, or no video that OpenCV knows")
+            total = f" of {item.num_frames}" * (item.num_frames > read)
+            found = f"only {read}{total} frames can be read" if read else "no frame can be read"
+            yield Frame(item, fault=f"{item.label}: {found}{reason}; it is damaged, or no video that OpenCV knows")
 
 
 def _film(item):
     """The images [h x w x 3, uint8, BGR] of a video file."""
-    capture = cv2.VideoCapture(item.path)
+    capture = cv2.VideoCapture(opencv_path(item.path))
     try:
         fps, count = capture.get(cv2.CAP_PROP_FPS), capture.get(cv2.CAP_PROP_FRAME_COUNT)
         item.fps = fps if 0 < fps < 1000 else item.fps  # damaged files tell nonsense, and NaN
@@ -89,17 +106,18 @@ def _film(item):
 
 
 def _moving_image(item):
-    """The images of a GIF; its rate is that of its first pause."""
-    with Image.open(item.path) as file:
-        item.num_frames = file.n_frames
-        item.fps = 1000 / (file.info.get("duration") or 100)
-        for number in range(item.num_frames):
-            try:
+    """The images of a GIF; its rate is that of its first pause. ValueError where it is damaged."""
+    try:
+        with Image.open(item.path) as file:
+            item.num_frames = file.n_frames
+            item.fps = 1000 / (file.info.get("duration") or 100)
+            for number in range(item.num_frames):
                 file.seek(number)
-                image = np.asarray(file.convert("RGB"))
-            except (OSError, EOFError, ValueError):  # cut off
-                return
-            yield np.ascontiguousarray(image[..., ::-1])
+                yield np.ascontiguousarray(np.asarray(file.convert("RGB"))[..., ::-1])
+        if not gif_is_complete(item.path):
+            raise ValueError("the rest is cut off")
+    except Exception as error:  # Pillow answers broken files with nearly every exception class there is
+        raise ValueError(cause_of(error)) from error
 
 
 def _in_order(pool, calls, depth):
@@ -120,26 +138,17 @@ def _in_order(pool, calls, depth):
 def batches(frames: Iterable[Frame], size: int) -> Iterator[list[Frame]]:
     """Batches of at most `size` frames of one shape, so that what is found does not depend on the neighbours.
 
-    With size 1 in the order of the frames; else an image may be late, by a few batches, but the frames of a video stay
-    in order and no other item comes between them. A frame with a fault is a batch of its own.
+    A frame waits for others of its shape while fewer than WAITING * size later ones come. One with a fault is a batch.
     """
-    waiting: dict[tuple, list[Frame]] = {}
-    current = None
+    waiting: dict[tuple, list[Frame]] = {}  # by shape; that of the oldest frame comes first
     for frame in frames:
-        if frame.item is not current and "video" in (frame.item.kind, current and current.kind):
-            yield from waiting.values()
-            waiting = {}
-        current = frame.item
         if frame.fault:
-            if frame.item.kind == "video":
-                yield from waiting.values()
-                waiting = {}
             yield [frame]
             continue
         shape = frame.pixels.shape
         waiting.setdefault(shape, []).append(frame)
-        if sum(map(len, waiting.values())) >= WAITING * size:
-            shape = max(waiting, key=lambda key: len(waiting[key]))
-        if len(waiting[shape]) >= size or sum(map(len, waiting.values())) >= WAITING * size:
+        if len(waiting[shape]) >= size:
             yield waiting.pop(shape)
+        if waiting and frame.order - next(iter(waiting.values()))[0].order >= WAITING * size:
+            yield waiting.pop(next(iter(waiting)))
     yield from waiting.values()

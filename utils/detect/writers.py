@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from utils.data.images.reading import IMAGE_SUFFIXES
+from utils.data.stream import opencv_path
 from utils.detect.names import NOTHING, Frame, Item
 from utils.metrics.coco import detection_rows
 from utils.metrics.text_files import write_rows
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 WRITABLE = tuple(suffix for suffix in IMAGE_SUFFIXES if suffix not in ("dng", "mpo"))
 MAX_GAP = 1.0  # seconds of a stream that are filled with its last image
+MAX_SIDE = 8190  # pixels of an mp4
 WAITING = 64  # images that may wait to be drawn and written
 
 
@@ -108,9 +110,9 @@ class Video:
     """
 
     def __init__(self, path: Path, item: Item, shape: Sequence[int]):
-        self.size, self.fps, self.is_live = (shape[1], shape[0]), item.fps, item.kind == "stream"
+        self.size, self.fps, self.is_live = size_of_video(shape), rate_of_video(item.fps), item.kind == "stream"
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"mp4v"), self.fps, self.size)
+        self.writer = cv2.VideoWriter(opencv_path(path), cv2.VideoWriter.fourcc(*"mp4v"), self.fps, self.size)
         if not self.writer.isOpened():
             raise ValueError(f"{printable(path)}: OpenCV cannot write a video of {self.size} pixels there")
         self.due, self.image = 0.0, NOTHING
@@ -129,6 +131,18 @@ class Video:
 
     def close(self) -> None:
         self.writer.release()
+
+
+def size_of_video(shape: Sequence[int]) -> tuple[int, int]:
+    """(width, height) of an mp4 of images [h x w x ...]: theirs, unless MPEG-4 has no such size."""
+    gain = min(1.0, MAX_SIDE / max(shape[:2]))
+    return max(2, int(shape[1] * gain)), max(2, int(shape[0] * gain))
+
+
+def rate_of_video(fps: float) -> float:
+    """`fps` with as many decimals as MPEG-4 can have: it keeps a rate as a fraction of numbers up to 65535."""
+    digits = next((digits for digits in (3, 2, 1) if fps * 10**digits <= 65535), 0)
+    return max(round(fps, digits), 0.01)
 
 
 class LabelFiles:
@@ -203,11 +217,16 @@ class Crops:
         for number, (*box, _, class_id) in enumerate(detections.tolist(), 1):
             crop = cut(frame.image, box)
             if crop.size:
-                name = re.sub(r"[^\w. -]", "_", str(self.names[int(class_id)]))
-                write_image(self.folder / name / f"{frame.name}_{number}.jpg", crop)
+                folder = self.folder / folder_name(self.names[int(class_id)])
+                write_image(folder / f"{frame.name}_{number}.jpg", crop)
 
     def close(self) -> None:
         """Nothing is left open."""
+
+
+def folder_name(name: object) -> str:
+    """The name of a class as that of a folder, on any system."""
+    return re.sub(r"[^\w. -]", "_", str(name)).strip(". ") or "_"
 
 
 def cut(image: np.ndarray, box_xyxy: Sequence[float]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""How train.py, test.py and export.py start: log format, and errors of the user as one line instead of a traceback."""
+"""How the programs start: log format, and errors of the user as one line instead of a traceback."""
 
 import atexit
 import errno
@@ -9,7 +9,7 @@ import sys
 import threading
 from argparse import Namespace
 from collections.abc import Callable
-from functools import partialmethod
+from functools import partial, partialmethod
 
 from tqdm import tqdm
 
@@ -27,11 +27,16 @@ MACHINE_FAULTS = {
     "DataLoader worker": "; if memory or /dev/shm ran out, fewer --workers or a smaller --batch-size need less",
 }
 GPU_FAULTS = ("unspecified launch failure", "uncorrectable ECC", "unknown error", "GPU is lost")
-GPU_ADVICE = "; the GPU failed, train.py --resume goes on after the last complete epoch"
-MACHINE_FAULTS |= {f"CUDA error: {fault}": GPU_ADVICE for fault in GPU_FAULTS}
+RESUME = "train.py --resume goes on after the last complete epoch"  # only said to those who train
+MACHINE_FAULTS |= {f"CUDA error: {fault}": f"; the GPU failed, {RESUME}" for fault in GPU_FAULTS}
 MAX_CHARACTERS = 3000  # of an error; paths can be long
-FULL = "; make room, then train.py --resume goes on after the last complete epoch"
+FULL = f"; make room, then {RESUME}"
 ADVICE = {errno.ENOSPC: FULL, errno.EDQUOT: FULL, errno.EFBIG: FULL, errno.EMFILE: "; raise the limit with ulimit -n"}
+LESS_MEMORY = {
+    "workers": "fewer --workers",
+    "batch_size": "a smaller --batch-size",
+    "cache_images": "no --cache-images",
+}
 
 
 class NothingToDo(Exception):
@@ -66,7 +71,7 @@ def run(main: Callable[[Namespace], None], opt: Namespace) -> None:
     set_logging(rank, local_rank)
     if rank > 0:  # the bars of rank 0 stand for all
         tqdm.__init__ = partialmethod(tqdm.__init__, disable=True)
-    threading.excepthook = _report_thread
+    threading.excepthook = partial(_report_thread, opt=opt)
     try:
         _check_working_directory()
         main(opt)
@@ -74,17 +79,17 @@ def run(main: Callable[[Namespace], None], opt: Namespace) -> None:
         logging.getLogger("run").info("%s", message)
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
         if is_out_of_memory(error) and os.environ.get("YOLOV7FAST_TRACEBACK") != "1":
-            sys.exit(refuse(ValueError(out_of_memory(error, opt))))
+            sys.exit(refuse(ValueError(out_of_memory(error, opt)), opt))
         lost = lost_process(error)
         if lost and os.environ.get("YOLOV7FAST_TRACEBACK") != "1":
-            sys.exit(refuse(ValueError(lost)))
+            sys.exit(refuse(ValueError(lost), opt))
         if isinstance(error, RuntimeError) and not str(error).startswith(tuple(MACHINE_FAULTS)):
             raise
         if os.environ.get("YOLOV7FAST_TRACEBACK") == "1":
             raise
-        sys.exit(refuse(error))
+        sys.exit(refuse(error, opt))
     except KeyboardInterrupt:
-        print("interrupted; train.py --resume goes on after the last complete epoch", file=sys.stderr, flush=True)
+        print(_for_program(f"interrupted; {RESUME}", opt), file=sys.stderr, flush=True)
         sys.exit(130)
 
 
@@ -124,34 +129,40 @@ def out_of_memory(error, opt):
     return f"{place} has too little memory for {asked}: give {advice} ({reason})"
 
 
-def _report_thread(fault):
+def _for_program(sentence, opt):
+    """`sentence`, of a program without --resume without the advice to use it."""
+    return sentence if hasattr(opt, "resume") else sentence.removesuffix(RESUME).removesuffix("then ").rstrip(",; ")
+
+
+def _report_thread(fault, opt=None):
     """A file that failed in a thread, such as TensorBoard's, is one line; whoever waits for the thread gets the error.
 
     Anything else is a bug, and a traceback.
     """
     if isinstance(fault.exc_value, OSError) and os.environ.get("YOLOV7FAST_TRACEBACK") != "1":
-        logging.getLogger("run").warning("a file is not complete: %s", printable(_describe(fault.exc_value)))
+        logging.getLogger("run").warning("a file is not complete: %s", printable(_describe(fault.exc_value, opt)))
     else:
         threading.__excepthook__(fault)
 
 
-def refuse(error: BaseException) -> int:
-    """Print the one sentence about an error that ends the program; returns the exit status."""
-    text = printable(_describe(error))
+def refuse(error: BaseException, opt: Namespace | None = None) -> int:
+    """Print the one sentence about an error that ends the program of these options; returns the exit status."""
+    text = printable(_describe(error, opt))
     print(f"error: {text[:MAX_CHARACTERS]}{'...' * (len(text) > MAX_CHARACTERS)}", file=sys.stderr, flush=True)
     return 2
 
 
-def _describe(error):
+def _describe(error, opt):
     """One sentence for an error that ends the program."""
     if isinstance(error, MemoryError):
-        return "the main memory is full: fewer --workers, a smaller --batch-size, or no --cache-images need less"
+        advice = [text for name, text in LESS_MEMORY.items() if hasattr(opt, name)]
+        return "the main memory is full" + f": {' or '.join(advice)} needs less" * bool(advice)
     if isinstance(error, OSError) and error.strerror:
         place = f"{error.filename}: " if error.filename else ""
-        return f"{place}{error.strerror}{ADVICE.get(error.errno, '')}"
+        return _for_program(f"{place}{error.strerror}{ADVICE.get(error.errno, '')}", opt)
     for start, advice in MACHINE_FAULTS.items():
         if str(error).startswith(start):
-            return str(error).strip().splitlines()[0].rstrip(".") + advice
+            return _for_program(str(error).strip().splitlines()[0].rstrip(".") + advice, opt)
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
     # the loader sends the whole traceback of a worker as text; its last line is the sentence
     return lines[-1].removeprefix("ValueError: ") if "Original Traceback" in str(error) else " ".join(lines)

@@ -172,6 +172,13 @@ def _verify_rare_tiff(path):
     return width, height
 
 
+def check_jpeg_end(path):
+    """Raise ValueError for a JPEG that is cut off, of which `read_image` makes up the rest with OpenCV 4."""
+    with Path(path).open("rb") as file:
+        if file.read(3) == b"\xff\xd8\xff" and not _jpeg_is_complete(file):
+            raise ValueError(f"{printable(path)}: truncated JPEG (no end marker)")
+
+
 def _jpeg_is_complete(file):
     """Whether an end-of-image marker follows the start of the compressed data; bytes behind the marker are tolerated.
 
