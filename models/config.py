@@ -50,10 +50,10 @@ def read_cfg(cfg, ch=3, nc=None, anchors=None):
         raise ValueError(f"{where} lacks {', '.join(missing)}; add it as in cfg/training/yolov7-tiny.yaml")
     content.setdefault("ch", ch)
     if nc and nc != content["nc"]:
-        logger.info("Overriding nc=%s of %s with nc=%s", content["nc"], where, nc)
+        logger.info("%s: %s classes instead of %s", where, nc, content["nc"])
         content["nc"] = nc
     if anchors:
-        logger.info("Overriding the anchors of %s with %s per level", where, anchors)
+        logger.info("%s: %s anchors per level instead of its own", where, anchors)
         content["anchors"] = round(anchors) if _is_number(anchors) else anchors
     _check_values(content, where)
     return content

@@ -16,6 +16,7 @@ from utils.detect.names import Frame
 from utils.detect.predict import Predictor, to_original
 from utils.detect.writers import Pictures, counts_text
 from utils.system.files import counted
+from utils.system.progress import progress
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ def detect(
     """Detect in all batches of `source`, hand every frame to `writers`; closes them, after Ctrl-C as well."""
     outcome, start = Outcome(), time.perf_counter()
     live = getattr(source, "is_live", False)
-    bar = tqdm(total=None if live else num_items, unit=" images", desc="detect")
+    bar = progress(total=None if live else num_items, unit=" images", desc="detect")
     lines = Lines(names, bar)
     with ExitStack() as stack:
         stack.callback(bar.close)
@@ -143,5 +144,4 @@ class Lines:
         self._say(logging.WARNING, fault)
 
     def _say(self, level, text):
-        with tqdm.external_write_mode(file=sys.stdout):
-            logger.log(level, "%s", text)
+        logger.log(level, "%s", text)
