@@ -158,7 +158,7 @@ def log_scores(scores: Scores, names: Sequence[str], per_class: bool, heads: Ite
     if len(rows) == 1:
         logger.info("%s: P %.3g R %.3g mAP@.5 %.3g mAP@.5:.95 %.3g", title, *means)
         return
-    logger.info("%s", right_aligned(title, NAME_WIDTH) + HEADER)
+    logger.info("%s", right_aligned(" ".join(title.split()), NAME_WIDTH) + HEADER)
     for name, *numbers in rows:
         logger.info("%s", right_aligned(name, NAME_WIDTH) + ROW % (scores.num_images, *numbers))
 
