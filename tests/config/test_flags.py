@@ -108,5 +108,5 @@ def test_flags_of_the_fork_say_what_to_do_instead(capsys):
     with pytest.raises(SystemExit):
         train_parser().parse_args(["--nonsense"])
     assert "unrecognized arguments: --nonsense" in capsys.readouterr().err
-    page = (PROJECT_ROOT / "docs/fork_flags.md").read_text()
+    page = (PROJECT_ROOT / "docs/differences-from-stock.md").read_text()
     assert [flag for flag in FORK_FLAGS if f"`{flag}`" not in page] == []
