@@ -309,7 +309,7 @@ DETECT_FLAGS = _table([
     Flag("--update", "stock: strip the checkpoint"),
     Flag("--no-trace", "nothing is traced here"),
 ])  # fmt: skip
-# Flags that the 1B4H fork has or describes and train.py has not, see docs/differences-from-stock.md: what to do instead.
+# Flags of the 1B4H fork that train.py has not, and what to do instead: see docs/differences-from-stock.md.
 _BY_HEAD = "is not carried over: of its augmentation by head only degrees and shear ever acted; put them into --hyp"
 _A_FILE = "is a file here: --head-config data/coco_320_1b4h_{}.yaml, or one of tools/group_classes.py"
 FORK_FLAGS = {
