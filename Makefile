@@ -34,11 +34,6 @@ train: shapes
 	$(RUN) train.py --data data/shapes.yaml --hyp data/hyp.shapes.yaml --cfg cfg/training/yolov7-tiny.yaml \
 	    --weights '' --img $(SIZE) $(SIZE) --batch-size $(BATCH) --epochs $(EPOCHS) --workers $(WORKERS) \
 	    --project runs/shapes --name tiny --exist-ok $(TRAIN_FLAGS)
-	@$(RUN) -c "from utils.plots import read_results; rows = read_results('$(RESULT)/results.txt'); \
-	    best = rows[rows[:, 10].argmax()]; \
-	    print(f'last epoch: mAP@.5 {rows[-1, 10]:.3f}, mAP@.5:.95 {rows[-1, 11]:.3f}'); \
-	    print(f'best epoch ({best[0]:.0f}): mAP@.5 {best[10]:.3f}, mAP@.5:.95 {best[11]:.3f}')"
-	@echo "weights: $(RESULT)/weights/best.pt"
 	@echo "images:"; ls $(RESULT)/*.png $(RESULT)/*.jpg | sed 's/^/  /'
 
 # A file stays in one process, so that its tests share what they prepare; one thread for each process.

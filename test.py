@@ -100,7 +100,7 @@ def score(opt, weights, data, *, image_size, conf_thres, iou_thres, plots=True, 
         plot_dir=opt.save_dir if plots else None, sinks=sinks,
     )  # fmt: skip
     heads = score_heads(found.scores, () if opt.single_cls else heads_of(model))
-    log_scores(found.scores, names, (opt.verbose or data.nc < 50) and data.nc > 1, heads)
+    log_scores(found.scores, names, (opt.verbose or data.nc < 50) and data.nc > 1, heads, split)
     results, times = found.results, (*found.times, image_size, image_size, opt.batch_size)
     logger.info("Speed: %.1f/%.1f/%.1f ms inference/NMS/total per %gx%g image at batch-size %g", *times)
     if coco_results:

@@ -42,12 +42,12 @@ from utils.metrics.detection import fitness
 from utils.metrics.multi_head import heads_of, score_heads
 from utils.plots.run import wait_for_background
 from utils.run import auto_batch, entry, fast_paths
+from utils.run.closing import log_result
 from utils.run.context import Run
 from utils.run.evolve import evolve
 from utils.run.folder import open_run_folder, prepare_train_options
 from utils.run.loaders import open_loaders
 from utils.system import distributed, folder_lock, random_state
-from utils.system.files import counted
 
 logger = logging.getLogger("train")
 
@@ -55,6 +55,9 @@ logger = logging.getLogger("train")
 def main(opt):
     """Prepare options and processes, then train once, or as often as --evolve asks."""
     ranks = distributed.read_ranks(opt.local_rank)
+    if opt.verbose and ranks.is_main:
+        for package in ("models", "utils"):
+            logging.getLogger(package).setLevel(logging.DEBUG)
     opt = prepare_train_options(opt, ranks)
     os.chdir(opt.working_dir)  # of a resumed run: its relative paths mean what they meant when it was started
     hyp, data = load_hyp(opt.hyp), load_data_yaml(opt.data, opt.single_cls)
@@ -130,19 +133,19 @@ def train(given):
         if ranks.is_main or paths.shares_validation:
             finish_epoch(epoch, rates, opt, trainer, progress, validate, report, checkpoints)
     steps.finish()
-    hours = (time.monotonic() - started) / 3600
-    logger.info("%s completed in %.3f hours", counted(progress.trained, "epoch"), hours)
-    finish_run(run, loaders, report, checkpoints)
+    finish_run(run, loaders, report, checkpoints, progress, time.monotonic() - started)
     return progress.results
 
 
-def finish_run(run, loaders, report, checkpoints):
-    """After the last epoch: plots, the official score on COCO, weights for inference."""
+def finish_run(run, loaders, report, checkpoints, progress, seconds):
+    """After the last epoch: plots, the official score on COCO, weights for inference, and what the run achieved."""
     report.finish()
     for path in checkpoints.written() if run.data.is_coco and run.data.nc == 80 else ():
         score_checkpoint(path, run.data, run.options, loaders.val.dataset.img_size, iou_thres=0.7)
     checkpoints.strip(rebuild)
     wait_for_background()
+    if run.ranks.is_main:
+        log_result(run.options, progress, report.clock, seconds, checkpoints.written())
 
 
 def train_one_epoch(epoch, num_batches, batches, steps, report):
@@ -154,7 +157,7 @@ def train_one_epoch(epoch, num_batches, batches, steps, report):
     for i, batch in enumerate(report.epoch(epoch, batches, num_batches)):
         items = steps.step(i + num_batches * epoch, epoch, batch)
         report.batch(items, batch.images, batch.targets, batch.paths)
-    report.losses(steps.late_items())
+    report.end_training(steps.late_items())
     return steps.end_epoch()
 
 
@@ -164,7 +167,7 @@ def finish_epoch(epoch, rates, opt, trainer, progress, validate, report, checkpo
     is_last = epoch + 1 == progress.epochs
     is_tested = is_last or early_stopping.is_tested(epoch, opt)
     if is_tested:
-        progress.results, progress.maps, heads = validate(is_last)
+        progress.results, progress.maps, heads = validate(f"val   {epoch}/{progress.epochs - 1}", is_last)
         progress.tested_epoch = epoch
         report.heads_done(heads)
     folder_lock.keep(opt.save_dir)
@@ -177,10 +180,10 @@ def finish_epoch(epoch, rates, opt, trainer, progress, validate, report, checkpo
     content = partial(resume.checkpoint, trainer, epoch, progress, report.results_text(), opt, checkpoints.copies)
     checkpoints.after_epoch(content, epoch, is_best)
     if early_stopping.is_due(progress.best_epoch, progress.tested_epoch, opt.patience) and not is_last:
-        validate(True)  # this was the last epoch after all: its plots
+        validate("val", True)  # this was the last epoch after all: its plots
 
 
-def validate_ema(run, paths, ema, loader, compute_loss, is_last):
+def validate_ema(run, paths, ema, loader, compute_loss, title, is_last):
     """Score the moving average (in half precision on a GPU); returns results, AP of classes, HeadScores."""
     opt, names = run.options, run.data.names
     is_drawn = is_last and not opt.evolve
@@ -189,7 +192,7 @@ def validate_ema(run, paths, ema, loader, compute_loss, is_last):
         compute_loss=compute_loss, v5_metric=opt.v5_metric,
     )  # fmt: skip
     heads = score_heads(evaluation.scores, heads_of(ema.ema))
-    log_scores(evaluation.scores, names, is_last and 1 < run.data.nc < 50, heads)
+    log_scores(evaluation.scores, names, is_last and 1 < run.data.nc < 50, heads, title)
     return evaluation.results, evaluation.maps, heads
 
 

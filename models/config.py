@@ -27,6 +27,7 @@ MAX_REPEATS = 1000  # of a layer
 MAX_LAYERS = 5000  # repetitions and heads counted; the largest model of the family has 300
 MAX_WEIGHTS = 700_000_000  # of a model; the largest one of the family has 166 million
 MAX_ANCHORS = 100  # for a level
+MAX_BASES = 3  # files that a configuration stands on
 MAX_SIDE = 1e6  # of an anchor, pixels
 MAX_SHOWN = 300  # characters of a value in a message
 REQUIRED_KEYS = ("nc", "depth_multiple", "width_multiple", "anchors", "backbone", "head")
@@ -35,11 +36,12 @@ REQUIRED_KEYS = ("nc", "depth_multiple", "width_multiple", "anchors", "backbone"
 def read_cfg(cfg, ch=3, nc=None, anchors=None):
     """The configuration `cfg` (path of a YAML file, or a dict) as a new, complete and checked dict.
 
+    A file may stand on another one beside it: `base: yolov7-tiny.yaml`, and then only what differs.
     `nc` and `anchors` (their number per level) override the file; `ch` input channels are added unless the file has its
     own. Raises ValueError if the file is missing, is not YAML, is not a mapping, or lacks or misuses a key.
     """
     where = describe(cfg)
-    content = cfg if isinstance(cfg, dict) else _load(Path(cfg), where)
+    content = cfg if isinstance(cfg, dict) else _load_with_base(Path(cfg), where)
     if not _is_bounded(content):
         raise ValueError(f"{where} has more than {MAX_ENTRIES} entries once its *aliases are written out")
     content = deepcopy(content) if isinstance(cfg, dict) else content
@@ -50,10 +52,10 @@ def read_cfg(cfg, ch=3, nc=None, anchors=None):
         raise ValueError(f"{where} lacks {', '.join(missing)}; add it as in cfg/training/yolov7-tiny.yaml")
     content.setdefault("ch", ch)
     if nc and nc != content["nc"]:
-        logger.info("Overriding nc=%s of %s with nc=%s", content["nc"], where, nc)
+        logger.info("%s: %s classes instead of %s", where, nc, content["nc"])
         content["nc"] = nc
     if anchors:
-        logger.info("Overriding the anchors of %s with %s per level", where, anchors)
+        logger.info("%s: %s anchors per level instead of its own", where, anchors)
         content["anchors"] = round(anchors) if _is_number(anchors) else anchors
     _check_values(content, where)
     return content
@@ -78,6 +80,23 @@ def _check_values(content, where):
 def describe(cfg):
     """How a message calls the configuration `cfg`, a path or a dict."""
     return "the model configuration" if isinstance(cfg, dict) else f"model configuration {cfg}"
+
+
+def _load_with_base(path, where, depth=0):
+    """The content of a file; what it says goes over that of the file `base`, `last_row` over the last row there."""
+    content = _load(path, where)
+    if not isinstance(content, dict) or "base" not in content:
+        return content
+    base = content.pop("base")
+    if not isinstance(base, str) or depth == MAX_BASES:
+        raise ValueError(f"{where}: base must be the name of another model configuration, not {short(base)}")
+    below = _load_with_base(path.parent / base, f"{where}, base {base}", depth + 1)
+    if not isinstance(below, dict):
+        raise ValueError(f"{where}: its base {base} must be a mapping")
+    last_row = content.pop("last_row", None)
+    if last_row is not None and isinstance(below.get("head"), list):
+        below["head"] = [*below["head"][:-1], last_row]
+    return below | content
 
 
 def _load(path, where):

@@ -329,8 +329,7 @@ def parse_model(cfg, ch, head_config=None):
             raise ValueError(f"row {i} {short(row)}: {error}") from error
         layer.i, layer.f, layer.type = i, row[0], f"{kind.__module__}.{kind.__qualname__}"
         layer.np = sum(p.numel() for p in layer.parameters())
-        logger.info("%4d %22s %3d %10d  %-42s %s", i, row[0], number, layer.np, layer.type,
-                    ", ".join(map(str, args)))  # fmt: skip
+        logger.debug("%4d %22s %3d %10d  %-14s %s", i, row[0], number, layer.np, name, ", ".join(map(str, args)))
         layers.append(layer)
         widths.append(width)
         save += [source % i for source in sources if source != -1]

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import yaml
 
 from models.yolo import Model
 from tests.golden_fill import fill, image
@@ -16,14 +15,15 @@ from utils.head_config import HeadConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "cfg" / "training" / "yolov7-tiny-1b4h.yaml"
+ATTENTION = TINY.with_stem("yolov7-tiny-1b4h-attn")
 STANDARD = ROOT / "data" / "coco_320_1b4h_standard.yaml"
 FACTS = json.loads((GOLDEN / "model" / "multihead.json").read_text())
 ARRAYS = np.load(GOLDEN / "model" / "multihead.npz")
 GAIN = 1.36
 GROUPINGS = {
     "standard": (STANDARD, None),
-    "geometry": (ROOT / "data" / "coco_1b4h_geometry.yaml", None),
-    "anticonfusion": (ROOT / "data" / "coco_1b4h_anticonfusion.yaml", None),
+    "geometry": (ROOT / "data" / "coco_320_1b4h_geometry.yaml", None),
+    "anticonfusion": (ROOT / "data" / "coco_320_1b4h_anticonfusion.yaml", None),
     "standard_full": (STANDARD, True),
     "attn": (STANDARD, None),
 }
@@ -31,12 +31,9 @@ GROUPINGS = {
 
 def fresh(name):
     """The golden network `name` with the weights of seed 0."""
-    cfg = yaml.safe_load(TINY.read_text())
-    if name == "attn":
-        cfg["head"][-1][2] = "MultiHeadDetectAttention"
     path, full_head = GROUPINGS[name]
     torch.manual_seed(0)
-    return Model(cfg, head_config=HeadConfig(path, full_head))
+    return Model(ATTENTION if name == "attn" else TINY, head_config=HeadConfig(path, full_head))
 
 
 def filled(name):

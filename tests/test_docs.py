@@ -104,8 +104,6 @@ def test_named_files_exist(page):
     spans = re.findall(r"`([^`\n]+)`", parts(page)[0])
     words = {word for span in spans for word in span.split() if re.fullmatch(r"[\w./]+\.(py|yaml|md)", word)}
     mine = ("my", "opt.", "hyp.", "ota.yaml", "space.yaml", "data.yaml", "report.md", "runs/", "tools/NAME.py")
-    if page.name == "fork_flags.md":
-        mine = (*mine, "utils/rl_augment.py")  # of the fork
     lost = [word for word in words if not any(path.endswith(f"/{word}") for path in files())]
     assert not [word for word in lost if not word.startswith(mine)]
 

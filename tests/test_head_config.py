@@ -75,6 +75,16 @@ def test_notes_are_passed_over(tmp_path):
     assert HeadConfig(write(tmp_path, content)).num_heads == 2
 
 
+def test_unknown_keys_that_only_inform_are_named_in_one_line(tmp_path):
+    """As the user's fork writes them; what is nearly a known key is a slip (below)."""
+    content = with_head_1(generated_by="a script", sample_mean=3) | {"generated_by": "a script", "date": "2026-01-01"}
+    config = HeadConfig(write(tmp_path, content))
+    named = [line for line in config.summary().splitlines() if "passed over" in line]
+    assert named == ["  passed over, without a meaning here: date, generated_by, sample_mean"]
+    assert config.description() == HeadConfig(write(tmp_path, GOOD)).description()
+    assert "passed over" not in HeadConfig(write(tmp_path, GOOD)).summary()
+
+
 def test_description_makes_an_equal_one():
     config = small_heads(full_head=True, one_class_score=1, grouping="cells")
     again = HeadConfig.from_description(config.description(), "again")

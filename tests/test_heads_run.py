@@ -47,7 +47,7 @@ def rows_of(path):
 def test_train_resume_and_score(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     folder = small_run.run_line(heads_line(tmp_path))
-    assert "2 heads for 2 classes" in caplog.text and "              greens" in caplog.text
+    assert "2 heads for 2 classes" in caplog.text and "            0: greens" in caplog.text
     assert "head 0 (greens): 1 class," in caplog.text
     assert caplog.messages.count("several heads: the plain loss is used, OTA needs --ota-last") == 1
     first, second = rows_of(folder / "results.csv")
@@ -68,9 +68,9 @@ def test_train_resume_and_score(tmp_path, caplog):
     )  # fmt: skip
     with small_run.drawing(pictures=False):
         test.main(opt)
-    table = [record.getMessage().split() for record in caplog.records if record.name == "utils.engine.evaluate"]
-    assert [row[0] for row in table[:5]] == ["all", "greens", "Head", "red", "green"]
-    assert [row[-5] for row in table[:5]] == ["6", "3", "3", "3", "3"]  # labels
+    _, *table = [record.getMessage() for record in caplog.records if record.name == "utils.engine.evaluate"]
+    assert [row[:20].strip() for row in table] == ["all", "0: greens", "1: Head 1", "red", "green"]
+    assert [row.split()[-5] for row in table] == ["6", "3", "3", "3", "3"]  # labels
     assert "--one-class-score has no effect" not in caplog.text
 
 

@@ -256,31 +256,43 @@ def report_text(a, b, judged, facts):
     ])  # fmt: skip
 
 
-def plot(runs, path):
-    """Curves of every run, A blue and B orange, and the measures of speed as bars with their spread."""
-    figure, axes = new_figure(2, 4, size=(16, 6.6))
-    curves = {"training loss": LOSS, "box loss, val": "val/box_loss", "mAP@.5": MAP50,
-              "mAP@.5:.95": "metrics/mAP_0.5:0.95"}  # fmt: skip
-    for ax, (title, column) in zip(axes, curves.items(), strict=False):
+CURVES = {"training loss": LOSS, "box loss, val": "val/box_loss", "mAP@.5": MAP50,
+          "mAP@.5:.95": "metrics/mAP_0.5:0.95"}  # fmt: skip
+BARS = ("img/s, training part", "epoch, s", "GPU utilisation", "main process, share of a core")
+LONGEST_LEGEND = 160  # letters
+
+
+def plot(runs, words, path):
+    """Curves of every run, A blue and B orange, and the measures of speed that were taken, as bars with their spread.
+
+    `words` {side: its flags} for the legend.
+    """
+    bars = {label: {name: [MEASURES[label][1](run) for run in side] for name, side in runs.items()} for label in BARS}
+    bars = {label: sides for label, sides in bars.items() if any(map(_known, sides.values()))}
+    figure, axes = new_figure(2, 4, size=(16, 7), used=4 + len(bars))
+    for ax, (title, column) in zip(axes, CURVES.items(), strict=False):
         for colour, (name, side) in zip(PALETTE, runs.items(), strict=False):
             for k, run in enumerate(side):
                 points = [(row["epoch"], row[column]) for row in run.rows if column in row]
                 ax.plot(*zip(*points, strict=True), color=colour, linewidth=1.3, alpha=0.8, marker="o", markersize=3,
-                        label=None if k else name)  # fmt: skip
+                        label=None if k else f"{name}: {words[name]}"[:LONGEST_LEGEND])  # fmt: skip
         set_title(ax, title)
         ax.set_xlabel("epoch", fontsize=8)
         whole_numbers(ax.xaxis)
-    axes[0].legend(frameon=False)
-    for ax, label in zip(axes[4:], ("img/s, training part", "epoch, s", "GPU utilisation",
-                                    "main process, share of a core"), strict=True):  # fmt: skip
-        _bars(ax, label, {name: [MEASURES[label][1](run) for run in side] for name, side in runs.items()})
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", frameon=False)
+    for ax, (label, sides) in zip(axes[4:], bars.items(), strict=True):
+        _bars(ax, label, sides)
     return save_figure(figure, path)
+
+
+def _known(values):
+    return [value for value in values if value is not None]
 
 
 def _bars(ax, label, sides):
     set_title(ax, label)
     for colour, (name, values) in zip(PALETTE, sides.items(), strict=False):
-        known = [value for value in values if value is not None]
+        known = _known(values)
         if known:
             centre = median(known)
             ax.bar(name, centre, color=colour, yerr=[[centre - min(known)], [max(known) - centre]], capsize=4)
@@ -296,7 +308,7 @@ def write(out, runs, a, b, base, more=None):
     facts = runner.machine() | {"common arguments": f"`{shlex.join(base)}`", "A": f"`{a.describe()}`",
                                  "B": f"`{b.describe()}`", "pairs": str(len(runs["A"]))} | (more or {})  # fmt: skip
     out = Path(out)
-    plot(runs, out / "ab.png")
+    plot(runs, {side.name: side.describe() for side in (a, b)}, out / "ab.png")
     with atomic_write(out / "ab.json", "w") as file:
         json.dump({"facts": facts, "measures": measured, "verdicts": judged}, file, indent=1)
     with atomic_write(out / "report.md", "w") as file:

@@ -16,6 +16,7 @@ Every class belongs to exactly one head. The same file may be a data yaml as wel
 """
 
 import difflib
+import textwrap
 from pathlib import Path
 
 from utils.config.data_yaml import NAME_TEXT, read_yaml
@@ -27,6 +28,7 @@ HEAD_KEYS = {"classes", "weight", "name"}
 PASSED_OVER = {"train", "val", "test", "names", "path", "annotations", "download", "comment", "description"}
 PASSED_OVER_IN_HEAD = {"nc", "sample_count", "sample_ratio", "comment", "description"}
 ONE_CLASS_SCORES = ("learned", 1)
+SLIP = 0.75  # likeness from which an unknown key is taken for a known one that was mistyped
 TEXTS = dict.fromkeys(("names", "name", "grouping"), NAME_TEXT)  # 010 and yes are words there
 
 
@@ -58,7 +60,7 @@ class HeadConfig:
 
     def _read(self, content, path, full_head=None):
         self.path = path
-        _refuse_unknown_keys(content, KEYS | PASSED_OVER, path)
+        self.ignored = _unknown_keys(content, KEYS, PASSED_OVER, path)
         self.nc = _count(content.get("nc", 80), f"{path}: nc", "the number of classes")
         self.num_heads = _count(content.get("heads", 4), f"{path}: heads", "the number of heads")
         self.grouping = str(content.get("grouping", "standard"))
@@ -67,6 +69,9 @@ class HeadConfig:
         if self.one_class_score not in ONE_CLASS_SCORES or self.one_class_score is True:
             raise ValueError(f"{path}: one_class_score must be learned or 1, not {self.one_class_score!r}")
         heads = _heads(content.get("head_assignments"), self.num_heads, path)
+        for head in range(self.num_heads):
+            entry, where = content["head_assignments"][f"head_{head}"], f"{path}: head_{head}"
+            self.ignored += _unknown_keys(entry, HEAD_KEYS, PASSED_OVER_IN_HEAD, where)
         self.head_classes = [classes for classes, _, _ in heads]
         self.weights = [weight for _, weight, _ in heads]
         self.head_names = [name for _, _, name in heads]
@@ -119,12 +124,14 @@ class HeadConfig:
             f"{self.path}: {counted(self.num_heads, 'head')} for "
             f"{counted(self.nc, 'class', 'classes')}, grouping {self.grouping}{kind}"
         ]
+        if self.ignored:
+            lines.append(f"  passed over, without a meaning here: {printable(', '.join(dict.fromkeys(self.ignored)))}")
         for head, name in enumerate(self.head_names):
             num_classes = counted(self.head_nc_list[head], "class", "classes")
-            lines.append(
+            lines += textwrap.wrap(
                 f"  head {head} ({name}): {num_classes}, weight {self.weights[head]:g}, "
-                f"ids {id_ranges(self.head_classes[head])}"
-            )
+                f"ids {id_ranges(self.head_classes[head])}", 79, subsequent_indent="    ",
+            )  # fmt: skip
         return "\n".join(lines)
 
 
@@ -197,14 +204,14 @@ def id_ranges(ids):
 # What may be wrong ---------------------------------------------------------------------------------------------------
 
 
-def _refuse_unknown_keys(content, known, where):
-    unknown = [key for key in content if key not in known]
-    if unknown:
-        hints = [
-            f"{key} (meant {near[0]}?)" if (near := difflib.get_close_matches(str(key), sorted(known), 1)) else str(key)
-            for key in unknown
-        ]
-        raise ValueError(f"{where}: unknown key {', '.join(hints)}; remove it, or call it comment")
+def _unknown_keys(content, keys, passed_over, where):
+    """The keys that mean nothing here; one that is nearly one of `keys` is a slip, and refused."""
+    unknown = [str(key) for key in content if key not in keys | passed_over]
+    nearly = {key: difflib.get_close_matches(key, sorted(keys), 1, SLIP) for key in unknown}
+    slips = [f"{key} (meant {near[0]}?)" for key, near in nearly.items() if near]
+    if slips:
+        raise ValueError(f"{where}: unknown key {', '.join(slips)}; remove it, or call it comment")
+    return unknown
 
 
 def _count(value, where, meaning):
@@ -235,7 +242,6 @@ def _heads(assignments, num_heads, path):
 def _head(entry, head, where):
     if not isinstance(entry, dict):
         raise ValueError(f"{where} must be a mapping with the key classes, and optionally weight and name")
-    _refuse_unknown_keys(entry, HEAD_KEYS | PASSED_OVER_IN_HEAD, where)
     classes = entry.get("classes")
     if not isinstance(classes, list) or not classes or not all(type(c) is int for c in classes):
         raise ValueError(f"{where}: classes must be a list of at least one class id, not {classes!r}")

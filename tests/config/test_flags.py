@@ -1,11 +1,22 @@
 """The rows of all flags: what they say is what the parser, the checks, opt.yaml and docs/flags.md have."""
 
+import argparse
+
 import pytest
 
 from tools.make_docs import flags_page
-from utils.config.flags import MACHINE, STAYS, TRAIN_FLAGS, Flag
+from utils.config.flags import FORK_FLAGS, MACHINE, STAYS, TRAIN_FLAGS, Flag
 from utils.config.limits import at_least
-from utils.config.options import check_train_options, detect_parser, load_options, save_options, train_parser
+from utils.config.options import (
+    check_train_options,
+    detect_parser,
+    export_parser,
+    load_options,
+    save_options,
+    train_parser,
+)
+from utils.config.options import test_parser as score_parser
+from utils.system.files import PROJECT_ROOT
 
 
 def parsed(line):
@@ -67,3 +78,35 @@ def test_the_words_of_tutorials_for_detect_py():
 def test_opt_in_paths_have_a_stage_of_the_approval():
     assert {flag.stage for flag in TRAIN_FLAGS.values()} == {None, 2, 3, 4, 6}
     assert all(flag.default in (False, 0, None) for flag in TRAIN_FLAGS.values() if flag.stage), "off by default"
+
+
+@pytest.mark.parametrize("parser", [train_parser, detect_parser, score_parser, export_parser])
+def test_help_says_default_and_unit_of_every_flag(parser, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--help"])
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    for action in parser()._actions[1:]:
+        if action.help == argparse.SUPPRESS:
+            continue
+        assert action.help, action.dest
+        takes_value = action.nargs != 0
+        assert not takes_value or action.metavar or action.choices, f"{action.dest} has no unit"
+        entry = " ".join(text.split(f"  {action.option_strings[0]}", 1)[1].split("\n  --")[0].split())
+        default = " ".join(map(str, action.default)) if isinstance(action.default, list) else str(action.default)
+        if takes_value and action.default not in (None, "", False):
+            assert f"[{default}]" in entry or "default:" in entry, action.dest
+
+
+def test_flags_of_the_fork_say_what_to_do_instead(capsys):
+    for flag in FORK_FLAGS:
+        with pytest.raises(SystemExit) as caught:
+            train_parser().parse_args(["--cfg", "c.yaml", flag, "x"])
+        said = capsys.readouterr().err.strip().splitlines()
+        assert caught.value.code == 2 and said[-1].startswith(f"train.py: error: {flag} is ") and len(said) == 2
+    with pytest.raises(SystemExit):
+        train_parser().parse_args(["--nonsense"])
+    assert "unrecognized arguments: --nonsense" in capsys.readouterr().err
+    page = (PROJECT_ROOT / "docs/differences-from-stock.md").read_text()
+    assert [flag for flag in FORK_FLAGS if f"`{flag}`" not in page] == []

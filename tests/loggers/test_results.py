@@ -2,7 +2,9 @@
 
 import csv
 import inspect
+import io
 import logging
+import re
 import sys
 from types import SimpleNamespace
 
@@ -12,6 +14,7 @@ import torch
 
 from tests import parity
 from utils.loggers import results as report_module
+from utils.loggers.clock import per_second
 from utils.loggers.results import NullReport, RunReport
 from utils.plots.run import wait_for_background
 
@@ -75,16 +78,39 @@ def test_losses_that_come_late_in_blocks_have_the_same_mean(tmp_path):
     assert texts[0][0] == texts[1][0] and torch.equal(texts[0][1], texts[1][1])
 
 
-def test_header_and_progress_bar(tmp_path, caplog, capsys):
+def test_an_epoch_is_one_line_and_a_bar_that_goes_away(tmp_path, caplog, monkeypatch):
     caplog.set_level(logging.INFO)
     report = open_quiet(tmp_path)
-    bar = report.epoch(0, iter([1]), 1)
-    assert caplog.messages[-1] == (
-        "\n     Epoch   gpu_mem       box       obj       cls     total    labels  img_size"
-    )  # fmt: skip
-    for _ in bar:
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", stream)
+    for _ in report.epoch(0, iter([1]), 1):
         report.batch(torch.tensor((0.1, 0.2, 0.3, 0.6)), IMAGES, torch.zeros(7, 6), PATHS)
-    assert "0/1        0G       0.1       0.2       0.3       0.6         7        64" in capsys.readouterr().err
+        report.bar.refresh()
+    report.end_training(torch.zeros(0, 4))
+    assert re.fullmatch(r"train 0/1: box 0.1 obj 0.2 cls 0.3, 64 px, [\d.]+ img/s", caplog.messages[-1])
+    assert len(caplog.messages) == 1
+    shown = stream.getvalue().split("\r")
+    assert any(text.startswith("train 0/1: box 0.1 obj 0.2 cls 0.3 |") for text in shown)
+    assert not shown[-1] and not shown[-2].strip(), "the bar is wiped"
+
+
+def test_rates_count_training_alone(tmp_path, monkeypatch):
+    """Two epochs of two batches of 2 images in two processes, 1 s for each batch; the rest takes 100 s an epoch."""
+    now = [0.0]
+    monkeypatch.setattr("utils.loggers.clock.time.monotonic", lambda: now[0])
+    report = open_quiet(tmp_path, world_size=2)
+    for epoch in range(2):
+        for _ in report.epoch(epoch, [None, None], 2):
+            now[0] += 51.0
+            report.exclude(50.0)
+            report.batch(torch.zeros(4), IMAGES, torch.zeros(1, 6), PATHS)
+        report.end_training(torch.zeros(0, 4))
+        assert (report.clock.seconds, report.clock.rate) == (2.0, 4.0)
+        now[0] += 100.0
+        report.epoch_done((0,) * 7, RATES)
+    assert (report.clock.total_images, report.clock.total_rate) == (16, 4.0)
+    assert (per_second(4.04), per_second(44.4), per_second(5800)) == ("4.0 img/s", "44 img/s", "5800 img/s")
 
 
 def test_results_csv_has_names_and_everything(tmp_path):
@@ -231,8 +257,7 @@ def test_equal_class_names_have_a_column_each(tmp_path):
     report = RunReport(tmp_path, 1, names, images=False, tensorboard=False, per_class=True)
     tags = {}
     report.tensorboard = SimpleNamespace(
-        begin_epoch=lambda: None, batch=lambda n: None, end_training=lambda: None,
-        end_epoch=lambda epoch, scalars: tags.update(scalars),
+        begin_epoch=lambda: None, end_epoch=lambda epoch, scalars, clock: tags.update(scalars),
     )  # fmt: skip
     aps = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
     one_epoch(report, 0, class_ap=np.array(aps))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
+from utils.loggers.clock import TrainingClock
 from utils.loggers.monitor import Usage
 from utils.loggers.results import RunReport
 from utils.loggers.tensorboard import TensorBoardLogger, run_settings
@@ -31,7 +32,7 @@ def run(folder, world_size=1, epochs=2):
         for items in report.epoch(epoch, [(0.1, 0.2, 0.3, 0.6)] * 2, 2):
             time.sleep(0.02)
             report.batch(torch.tensor(items), torch.zeros(4, 3, 32, 32), torch.zeros(0, 6), ["x.jpg"] * 4)
-        report.losses(torch.zeros(0, 4))
+        report.end_training(torch.zeros(0, 4))
         report.epoch_done((0.5, 0.25, 0.125, 0.1, 1, 2, 3), (0.01, 0.01, 0.1))
     report.finish()
     return report
@@ -85,9 +86,8 @@ def test_gpu_use_is_written_where_it_is_measured(tmp_path):
 
     tensorboard = TensorBoardLogger(Writer(), tmp_path)
     tensorboard.begin_epoch()
-    tensorboard.batch(3)
     tensorboard.monitor.usage = lambda end: Usage(1.0, main_cpu=0.2, gpu=0.9)
-    tensorboard.end_epoch(0, {"x/lr0": 0.1})
+    tensorboard.end_epoch(0, {"x/lr0": 0.1}, TrainingClock())
     tensorboard.monitor.stop()
     written = tensorboard.writer
     assert (written["speed/gpu_utilisation"], written["speed/main_cpu"], written["x/lr0"]) == (0.9, 0.2, 0.1)
@@ -100,7 +100,7 @@ def test_compilation_is_not_part_of_the_speed(tmp_path):
         time.sleep(0.5)
         report.exclude(0.4)
         report.batch(torch.zeros(4), torch.zeros(2, 3, 8, 8), torch.zeros(0, 6), ["a", "b"])
-    report.losses(torch.zeros(0, 4))
+    report.end_training(torch.zeros(0, 4))
     report.epoch_done((0,) * 7, (0.01,) * 3)
     report.finish()
     assert 0.09 < events_of(tmp_path).Scalars("speed/training_seconds")[0].value < 0.4
@@ -111,7 +111,7 @@ def test_late_losses_belong_to_the_training_part(tmp_path):
     for _ in report.epoch(0, [None], 1):
         report.batch(torch.zeros(0, 4), torch.zeros(2, 3, 8, 8), torch.zeros(0, 6), ["a", "b"])
     time.sleep(0.2)  # the device is still at it
-    report.losses(torch.zeros(1, 4))
+    report.end_training(torch.zeros(1, 4))
     report.epoch_done((0,) * 7, (0.01,) * 3)
     report.finish()
     assert events_of(tmp_path).Scalars("speed/training_seconds")[0].value > 0.19

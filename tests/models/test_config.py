@@ -9,6 +9,8 @@ from torch import nn
 
 from models.config import level_anchors, read_cfg, resolve_argument
 from models.yolo import Model
+from tests.tiny_model import CFG
+from utils.system.files import PROJECT_ROOT as ROOT
 
 STOCK_STYLE = """
 nc: 3  # number of classes
@@ -273,3 +275,43 @@ def test_auxiliary_head_with_a_number_of_anchors():
 def test_level_anchors():
     assert level_anchors(1, 2) == [[0, 1], [0, 1]]
     assert level_anchors([[1, 2], [3, 4]], 2) == [[1, 2], [3, 4]]
+
+
+# A file on top of another one -----------------------------------------------------------------------------------------
+
+
+def on_top(folder, text, name="top.yaml"):
+    (folder / "below.yaml").write_text(yaml.safe_dump(CFG))
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def test_a_file_says_only_what_differs(tmp_path):
+    path = on_top(tmp_path, "base: below.yaml\nnc: 7\nlast_row: [[1, 2], 1, Detect, [nc, anchors]]\n")
+    found, below = read_cfg(path), read_cfg(tmp_path / "below.yaml")
+    assert found["nc"] == 7 and found["head"] == [*below["head"][:-1], [[1, 2], 1, "Detect", ["nc", "anchors"]]]
+    assert {**found, "nc": 0, "head": 0} == {**below, "nc": 0, "head": 0}, "base and last_row are not in it"
+    second = on_top(tmp_path, "base: top.yaml\nnc: 9\n", "second.yaml")
+    assert read_cfg(second) == found | {"nc": 9}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("base: missing.yaml", "top.yaml, base missing.yaml does not exist"),
+        ("base: 3", "top.yaml: base must be the name of another model configuration, not 3"),
+        ("base: top.yaml", "base must be the name of another model configuration, not 'top.yaml'"),
+        ("base: below.yaml\nlast_row: 5", "row 5 5: a row is"),
+    ],
+)
+def test_a_wrong_base_is_one_sentence(text, said, tmp_path):
+    with pytest.raises(ValueError, match=said):
+        Model(on_top(tmp_path, text))
+
+
+@pytest.mark.parametrize("name", ["yolov7-tiny", "yolov7", "yolov7x"])
+def test_configurations_by_size_have_their_anchors_in_proportion(name):
+    stock, *sized = (read_cfg(ROOT / f"cfg/training/{name}{end}.yaml") for end in ("", "-320", "-480", "-640"))
+    for cfg, size in zip(sized, (320, 480, 640), strict=True):
+        assert cfg | {"anchors": 0} == stock | {"anchors": 0}
+        assert cfg["anchors"] == [[side * size / 640 for side in level] for level in stock["anchors"]]

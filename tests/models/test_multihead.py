@@ -7,9 +7,9 @@ import pickle
 
 import pytest
 import torch
-import yaml
 
 from models.attention import CBAM
+from models.config import read_cfg
 from models.experimental import attempt_load, rebuild
 from models.yolo import Model
 from tests.heads_cases import (
@@ -144,9 +144,7 @@ def test_configurations_that_disagree():
 @pytest.mark.parametrize("base", ["yolov7-tiny", "yolov7"])
 @pytest.mark.parametrize(("kind", "heads"), [("1b4h", 4), ("1b8h", 8), ("1bnh", None)])
 def test_shipped_configurations_differ_in_the_last_row_only(base, kind, heads):
-    one, several = (
-        yaml.safe_load((ROOT / "cfg" / "training" / f"{name}.yaml").read_text()) for name in (base, f"{base}-{kind}")
-    )
+    one, several = (read_cfg(ROOT / "cfg" / "training" / f"{name}.yaml") for name in (base, f"{base}-{kind}"))
     assert several.pop("heads", None) == heads
     assert several["head"].pop()[2] == "MultiHeadDetect" and one["head"].pop()[2] == "IDetect"
     assert several == one
@@ -227,7 +225,7 @@ def test_attention_by_hand():
 
 
 def test_attention_is_saved_and_read(tmp_path):
-    cfg = yaml.safe_load(TINY.read_text()) | {"nc": 3, "heads": 2}
+    cfg = read_cfg(TINY) | {"nc": 3, "heads": 2}
     cfg["backbone"], cfg["head"] = CFG["backbone"], copy.deepcopy(CFG["head"])
     cfg["anchors"] = CFG["anchors"]
     cfg["head"][-1][2] = "MultiHeadDetectAttention"

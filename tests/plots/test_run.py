@@ -6,6 +6,7 @@ import threading
 import time
 import warnings
 
+import matplotlib.colors
 import numpy as np
 import pytest
 import torch
@@ -68,7 +69,7 @@ def test_box_is_drawn_at_its_corners_in_the_colour_of_its_class():
     images = np.zeros((1, 3, 320, 320), np.uint8)
     grid = image_grid.plot_images(images, np.array([(0, 2, 0.5, 0.5, 0.5, 0.25)]), fname=None)
     cell = grid[image_grid.GAP :, image_grid.GAP :]
-    colour = tuple(int(image_grid.PALETTE[2][k : k + 2], 16) for k in (1, 3, 5))
+    colour = tuple(int(run.PALETTE[2][k : k + 2], 16) for k in (1, 3, 5))
     assert tuple(cell[200, 160]) == colour  # bottom edge: y = 0.5 + 0.125
     assert tuple(cell[160, 80]) == tuple(cell[160, 240]) == colour  # left and right edge
     assert tuple(cell[160, 160]) == (0, 0, 0)
@@ -116,8 +117,8 @@ def test_class_names_from_lists_dicts_and_nothing():
 
 def test_class_names_that_cannot_be_drawn_as_they_are(tmp_path, recwarn):
     names = ["é", "名", "a\nb", "$x$y", "\ud800"]
-    drawn = [image_grid.class_name(names, index) for index in range(5)]
-    assert drawn == ["é", "\\u540d", "a\\nb", "$x$y", "\\ud800"]
+    shown = [image_grid.class_name(names, index) for index in range(5)]
+    assert shown == ["é", "名", "a\\nb", "$x$y", "\\ud800"], "in text; images: see test_fonts"
     images, rows = np.zeros((1, 3, 64, 64), np.uint8), np.array([(0, index, 0.5, 0.5, 0.4, 0.4) for index in range(5)])
     image_grid.plot_images(images, rows, ["名\n.jpg"], tmp_path / "grid.jpg", names)
     plot = run.plot_labels(np.array([(index, 0.5, 0.5, 0.4, 0.4) for index in range(5)]), names, tmp_path)
@@ -253,3 +254,30 @@ def test_figures_are_drawn_by_other_processes(tmp_path):
     run.wait_for_background()
     pids, known = zip(*(path.read_text().split() for path in figures), strict=True)
     assert len({str(os.getpid()), *pids}) == 3 and known == ("True", "True")  # the thread was done before
+
+
+# ---- nothing empty, one colour for a class
+
+
+def test_panels_without_anything_are_left_out(tmp_path, monkeypatch):
+    """One class: its loss is 0 throughout; a run that was never validated has training losses only."""
+    drawn = []
+    monkeypatch.setattr(run, "save_figure", lambda figure, path: drawn.append(figure) or path)
+    line = LINE.replace("0.02917", "0").format(0) + TEST.format(0.1)
+    (tmp_path / "results.txt").write_text(f"{line}\n")
+    run.plot_results(tmp_path)
+    titles = [ax.get_title() for ax in drawn[0].axes]
+    assert "class loss, train" not in titles and "class loss, val" in titles and len(titles) == 9
+    (tmp_path / "results.txt").write_text(LINE.format(0) + " 0" * 7 + "\n")
+    run.plot_results(tmp_path)
+    assert [ax.get_title().split()[0] for ax in drawn[1].axes] == ["box", "objectness", "class"]
+
+
+def test_curves_and_counts_have_the_colours_of_the_boxes(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(run, "save_figure", lambda figure, path: drawn.append(figure) or path)
+    run._draw_curve(np.linspace(0, 1, 3), np.ones((2, 3)), np.array([2, 9]), ["c", "j"], "all", ("x", "y"), tmp_path)
+    assert [line.get_color() for line in drawn[0].axes[0].lines[:2]] == [run.PALETTE[2], run.PALETTE[1]]
+    run.plot_labels(np.array([(2, 0.5, 0.5, 0.1, 0.1)]), list("abc"), tmp_path)
+    bars = drawn[1].axes[0].patches
+    assert [matplotlib.colors.to_hex(bar.get_facecolor()).upper() for bar in bars] == list(run.PALETTE[:3])

@@ -1,6 +1,7 @@
 """How the programs end: status, streams, and one sentence instead of a traceback."""
 
 import importlib.util
+import io
 import logging
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from tqdm import tqdm
 
 from utils.run import entry
+from utils.system.progress import progress
 
 ROOT = Path(__file__).resolve().parents[2]
 # Something else stands for torch, whose import takes two seconds.
@@ -243,3 +245,18 @@ def test_a_really_full_gpu(capsys):
     with pytest.raises(SystemExit) as caught:
         entry.run(lambda opt: torch.empty(1 << 50, device="cuda"), SimpleNamespace(batch_size=2, img_size=[64, 64]))
     assert caught.value.code == 2 and "too little memory for batch size 2 and image size 64" in capsys.readouterr().err
+
+
+def test_a_message_stands_above_a_living_bar(monkeypatch):
+    """One terminal shows both streams; the bar is wiped, the line written, the bar drawn again below it."""
+    terminal = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(logging.root, "handlers", [])
+    entry.set_logging()
+    for _ in progress([1], desc="train"):
+        logging.getLogger("utils").warning("news")
+    logging.root.handlers.clear()
+    before, after = terminal.getvalue().split("WARNING: news\n")
+    assert before.endswith("\r") and not before.split("\r")[-2].strip(), "wiped"
+    assert after.lstrip("\r").startswith("train:") and not after.split("\r")[-2].strip(), "and gone at the end"

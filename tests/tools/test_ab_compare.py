@@ -98,6 +98,10 @@ def test_a_comparison_alternates_and_reports(fake, tmp_path, monkeypatch):
     assert [call[1].name for call in calls] == ["A1", "B1", "B2", "A2"]
     assert [call[0][-2:] for call in calls] == [["--seed", "5"], ["--seed", "5"], ["--seed", "6"], ["--seed", "6"]]
     assert [call[4] for call in calls] == [{}, {"X": "1"}, {"X": "1"}, {}]
+    drawn, save_figure = [], ab_compare.save_figure
+    monkeypatch.setattr(
+        ab_compare, "save_figure", lambda figure, path: drawn.append(figure) or save_figure(figure, path)
+    )
     ab_compare.write(tmp_path / "ab", runs, a, b, fake)
     text = (tmp_path / "ab" / "report.md").read_text()
     assert "| mAP@.5, last epoch | 0.3000 (0.3000 to 0.3000) | 0.3000 (0.3000 to 0.3000) | 1.00 |" in text
@@ -106,6 +110,10 @@ def test_a_comparison_alternates_and_reports(fake, tmp_path, monkeypatch):
     content = json.loads((tmp_path / "ab" / "ab.json").read_text())
     assert content["measures"]["A"]["epoch_seconds"] == [0.5, 0.5] and len(content["verdicts"]) == 4
     assert (tmp_path / "ab" / "ab.png").stat().st_size > 20_000
+    (figure,) = drawn
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["A: no flag", "B: X=1 --fast-loss"]
+    titles = [ax.get_title() for ax in figure.axes]
+    assert "epoch, s" in titles and "img/s, training part" not in titles, "no panel for what nobody measured"
 
 
 @pytest.fixture

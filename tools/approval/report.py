@@ -51,7 +51,7 @@ def plot(setup, path):
     columns = list(dict.fromkeys(name for row in setup.measured.values() for name in row if row[name] is not None))
     panels = 1 + len(columns) + bool(setup.curves)
     height = max(3, 0.3 * max(len(setup.findings), len(setup.measured)) + 1)
-    figure, axes = new_figure(-(-panels // 3), min(panels, 3), size=(18, height * -(-panels // 3)))
+    figure, axes = new_figure(-(-panels // 3), min(panels, 3), size=(18, height * -(-panels // 3)), used=panels)
     _bars(axes[0], "seconds (green: passed, red: failed, grey: not measured)",
           {found.name: found.seconds for found in setup.findings},
           [COLOURS[found.status] for found in setup.findings])  # fmt: skip
@@ -60,8 +60,6 @@ def plot(setup, path):
         _bars(ax, column, rows, PALETTE[0])
     if setup.curves:
         _draw_curves(axes[1 + len(columns)], setup.curves)
-    for ax in axes[panels:]:
-        ax.set_visible(False)
     return save_figure(figure, path)
 
 

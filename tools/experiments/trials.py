@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 COLUMNS = ("trial_id", "status", "final_map", "final_loss", "seconds")
 STATUSES = ("completed", "eliminated", "failed")
+LONGEST_LABEL = 60  # letters of a trial in the plot
 EMPTY = '""'  # an empty text in the table
 # In the folder of a trial, beside its checkpoints, which continue only what they belong to: its overrides.
 PARAMETERS = "weights/trial.json"
@@ -295,15 +296,23 @@ def ranking_text(trials):
     return "\n".join(lines)
 
 
+def bar_label(trial):
+    """What a trial changed, in at most LONGEST_LABEL letters, and how it ended if it did not complete."""
+    words = ", ".join(f"{name.removeprefix('hyp.')}={value}" for name, value in as_text(trial.params).items())
+    text = f"{trial.trial_id}: {words or 'nothing changed'}"
+    text = text if len(text) <= LONGEST_LABEL else f"{text[: LONGEST_LABEL - 3]}..."
+    return text if trial.status == "completed" else f"{text} ({trial.status})"
+
+
 def plot_trials(trials, path):
     """Left the mAP@.5 of every epoch, right the last one, in the order of the ranking."""
-    figure, (curves, bars) = new_figure(1, 2, size=(12, max(4, 0.35 * len(trials) + 1.5)))
+    figure, (curves, bars) = new_figure(1, 2, size=(15, max(4, 0.35 * len(trials) + 1.5)))
     for index, trial in enumerate(trials):
         colour = PALETTE[index % len(PALETTE)]
         style = "-" if trial.status == "completed" else ":"
         curves.plot(range(len(trial.curve)), trial.curve, style, color=colour, marker="o", markersize=3)
         bars.barh(index, trial.final_map or 0, color=colour if trial.status == "completed" else FAINT)
-    labels = [f"{trial.trial_id}" + ("" if trial.status == "completed" else f" ({trial.status})") for trial in trials]
+    labels = [bar_label(trial) for trial in trials]
     bars.set_yticks(range(len(trials)), labels)
     bars.invert_yaxis()
     set_title(curves, "mAP@.5 (dotted: eliminated or failed)")

@@ -8,7 +8,7 @@ import yaml
 
 from utils.config import resize_schedule
 from utils.config.data_yaml import read_yaml
-from utils.config.flags import DETECT_FLAGS, EXPORT_FLAGS, IDLE, TEST_FLAGS, TRAIN_FLAGS, Flag
+from utils.config.flags import DETECT_FLAGS, EXPORT_FLAGS, FORK_FLAGS, IDLE, TEST_FLAGS, TRAIN_FLAGS, Flag
 from utils.system.files import atomic_write, shown
 
 logger = logging.getLogger(__name__)
@@ -20,26 +20,64 @@ RUNTIME_KEYS = {"save_dir", "total_batch_size", "world_size", "global_rank", "wo
 
 def train_parser() -> argparse.ArgumentParser:
     """The command line of train.py."""
-    return _parser("train.py", "Train a YOLOv7 detector.", TRAIN_FLAGS)
+    return _parser("train.py", "Train a YOLOv7 detector.", "--data YAML --cfg YAML", TRAIN_FLAGS, RATES, FORK_FLAGS)
 
 
 def test_parser() -> argparse.ArgumentParser:
     """The command line of test.py."""
-    return _parser("test.py", "Score a YOLOv7 detector on a data set.", TEST_FLAGS)
+    return _parser("test.py", "Score a YOLOv7 detector on a data set.", "--weights FILE --data YAML", TEST_FLAGS)
 
 
 def export_parser() -> argparse.ArgumentParser:
     """The command line of export.py."""
-    return _parser("export.py", "Write a YOLOv7 detector as files for other runtimes.", EXPORT_FLAGS)
+    about = "Write a YOLOv7 detector as files for other runtimes."
+    return _parser("export.py", about, "--weights FILE", EXPORT_FLAGS)
 
 
 def detect_parser() -> argparse.ArgumentParser:
     """The command line of detect.py."""
-    return _parser("detect.py", "Detect objects in images, videos and streams.", DETECT_FLAGS)
+    about = "Detect objects in images, videos and streams."
+    return _parser("detect.py", about, "--weights FILE --source PATH", DETECT_FLAGS)
 
 
-def _parser(name, description, flags):
-    parser = argparse.ArgumentParser(name, description=description)
+RATES = "Rates (img/s) that a training prints count its steps only: not validation, compilation and files."
+DEFAULTS = "In brackets: the default; switches are off."
+
+
+class _Help(argparse.HelpFormatter):
+    """Each value has its default in brackets behind it, unless the text says it."""
+
+    def __init__(self, prog):
+        super().__init__(prog, max_help_position=32)
+
+    def _get_help_string(self, action):
+        default = action.default
+        if default in (None, "", argparse.SUPPRESS) or default is False or "default:" in action.help:
+            return action.help
+        return f"{action.help} [{' '.join(map(str, default)) if isinstance(default, list) else default}]"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says of a flag in `elsewhere` {flag: sentence} what to do instead of it."""
+
+    elsewhere: dict[str, str] = {}
+
+    def parse_args(self, args=None, namespace=None):
+        found, unknown = self.parse_known_args(args, namespace)
+        for word in unknown:
+            flag = word.partition("=")[0]
+            if flag in self.elsewhere:
+                self.error(f"{flag} {self.elsewhere[flag]}")
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found
+
+
+def _parser(name, description, example, flags, epilog=None, elsewhere=None):
+    parser = _Parser(
+        name, f"python {name} {example} [flags]", f"{description} {DEFAULTS}", epilog, formatter_class=_Help
+    )
+    parser.elsewhere = elsewhere or {}
     groups = {"": parser}
     for flag in flags.values():
         if flag.group not in groups:

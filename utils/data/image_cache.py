@@ -16,12 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import numpy as np
-from tqdm import tqdm
 
 from utils.data.labels.cache import cache_location, signature
 from utils.data.training_size import load_scanned, resized_shape
 from utils.system.files import atomic_write, printable, remove_leftovers
 from utils.system.memory import check_memory, describe_bytes, give_back, shared_array
+from utils.system.progress import progress
 
 try:
     import fcntl
@@ -174,10 +174,10 @@ def _fill(dataset, views, title):
         return len(numbers)
 
     portions = (range(i, min(i + PORTION, dataset.n)) for i in range(0, dataset.n, PORTION))
-    with ThreadPoolExecutor(8) as pool, tqdm(desc=title, total=dataset.n) as progress:
+    with ThreadPoolExecutor(8) as pool, progress(desc=title, total=dataset.n) as bar:
         try:
             for count in pool.map(read, portions):
-                progress.update(count)
+                bar.update(count)
         except BaseException:  # nobody needs the others any more
             pool.shutdown(cancel_futures=True)
             raise

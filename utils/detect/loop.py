@@ -17,6 +17,7 @@ from utils.detect.names import Frame
 from utils.detect.predict import Predictor, to_original
 from utils.detect.writers import Pictures, counts_text
 from utils.system.files import counted
+from utils.system.progress import progress
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ def detect(
     """Detect in all batches of `source`, hand every frame to `writers`; closes them, after Ctrl-C as well."""
     outcome, start = Outcome(), time.perf_counter()
     live = getattr(source, "is_live", False)
-    bar = tqdm(total=None if live else num_items, unit=" images", desc="detect")
+    bar = progress(total=None if live else num_items, unit=" images", desc="detect")
     lines, in_order = Lines(names, bar), InOrder()
 
     def hand_on(results):
@@ -197,5 +198,4 @@ class Lines:
         self._say(logging.WARNING, fault)
 
     def _say(self, level, text):
-        with tqdm.external_write_mode(file=sys.stdout):
-            logger.log(level, "%s", text)
+        logger.log(level, "%s", text)

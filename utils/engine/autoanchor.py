@@ -4,10 +4,10 @@ import logging
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from utils.system.distributed import unwrap
 from utils.system.files import counted
+from utils.system.progress import progress
 
 logger = logging.getLogger(__name__)
 
@@ -137,13 +137,13 @@ def kmean_anchors(dataset, n=9, imgsz=640, thr=4.0, gen=1000):
 def _evolve(anchors, wh, thr, generations):
     """Mutate `anchors` [n x 2] at random and keep what fits the boxes `wh` [m x 2, float32] better."""
     best = _fitness(anchors, wh, thr)
-    progress = tqdm(range(generations), desc="Evolving anchors", mininterval=1.0)
-    for _ in progress:
+    bar = progress(range(generations), desc="Evolving anchors")
+    for _ in bar:
         mutant = (anchors * _mutation(anchors.shape)).clip(min=TINY_PIXELS)
         fitness = _fitness(mutant, wh, thr)
         if fitness > best:
             anchors, best = mutant, fitness
-            progress.set_postfix_str(f"fitness {best:.4f}", refresh=False)
+            bar.set_postfix_str(f"fitness {best:.4f}", refresh=False)
     return anchors
 
 

@@ -141,7 +141,7 @@ class Checkpoints:
                 with replacement(full_state_path(path)) as copy:
                     shutil.copyfile(path, copy)
             save(content, path)
-            logger.info("Optimizer stripped from %s, %.1fMB", path, path.stat().st_size / 1e6)
+            logger.debug("Optimizer stripped from %s, %.1fMB", path, path.stat().st_size / 1e6)
 
 
 class NoCheckpoints:

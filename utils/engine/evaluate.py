@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from unicodedata import east_asian_width
 
 import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 
 from utils.loss.multi_head import in_float32
 from utils.metrics.detection import ConfusionMatrix, DetectionScores, Scores
@@ -20,12 +20,14 @@ from utils.ops.boxes import scale_coords, xywh2xyxy
 from utils.ops.nms import non_max_suppression
 from utils.plots import run as plots
 from utils.plots.images import MOST_CELLS, output_to_targets, plot_images
+from utils.system.progress import progress
 
 logger = logging.getLogger(__name__)
 
 CONF_THRES, IOU_THRES = 0.001, 0.6  # of the NMS in the validation of a training
-HEADER = ("%20s" + "%12s" * 6) % ("Class", "Images", "Labels", "P", "R", "mAP@.5", "mAP@.5:.95")
-ROW = "%20s" + "%12i" * 2 + "%12.3g" * 4
+NAME_WIDTH = 20
+HEADER = ("%8s" * 2 + "%10s" * 3 + "%12s") % ("images", "labels", "P", "R", "mAP@.5", "mAP@.5:.95")
+ROW = "%8i" * 2 + "%10.3g" * 3 + "%12.3g"
 
 
 @dataclass
@@ -63,7 +65,7 @@ def evaluate(
     weight, names = next(model.parameters()), class_names(names, taken=("background",))
     scores, confusion = DetectionScores(), ConfusionMatrix(nc)
     losses, grids, seconds = [], [], {"inference": 0.0, "nms": 0.0}
-    for index, (images, targets, paths, shapes) in enumerate(tqdm(loader, desc=HEADER)):
+    for index, (images, targets, paths, shapes) in enumerate(progress(loader, desc="scoring")):
         images, targets = images.to(weight.device, weight.dtype) / 255, targets.to(weight.device)
         shape = images.shape[2:]
         with timed(seconds, "inference", weight.device):
@@ -141,18 +143,29 @@ def grids_of(images, targets, detections, paths, names, stem):
     return [(pixels, rows, paths, f"{stem}_{kind}.jpg", names) for kind, rows in (("labels", true), ("pred", found))]
 
 
-def log_scores(scores: Scores, names: Sequence[str], per_class: bool, heads: Iterable = ()) -> None:
-    """The table of results: a row for all classes, one for each HeadScore and, when asked, each class with labels."""
-    rows = [("all", scores.num_images, scores.num_labels, scores.precision, scores.recall, scores.map50, scores.map)]
-    heads = list(heads)
-    labels = class_names([head.name for head in heads], taken=("all",), longest=20)
-    rows += [(label, scores.num_images, *head[1:]) for label, head in zip(labels, heads, strict=True)]
+def log_scores(scores: Scores, names: Sequence[str], per_class: bool, heads: Iterable = (), title: str = "") -> None:
+    """Log the results under a `title`, in one line.
+
+    With `heads` (HeadScores, called by number and name) or `per_class` (classes with labels) it is a table.
+    """
+    means = scores.precision, scores.recall, scores.map50, scores.map
+    rows = [("all", scores.num_labels, *means)]
+    rows += [(f"{number}: {head.name}"[:NAME_WIDTH], *head[1:]) for number, head in enumerate(heads)]
     if per_class:
         columns = (scores.classes, scores.class_precision, scores.class_recall, scores.class_ap50, scores.class_ap)
-        labels = class_names(names, taken=("all", *labels))
+        labels = class_names(names, taken=[row[0] for row in rows], longest=NAME_WIDTH)
         rows += [
-            (labels[c], scores.num_images, scores.labels_per_class[c], p, r, ap50, ap)
-            for c, p, r, ap50, ap in zip(*columns, strict=True)
+            (labels[c], scores.labels_per_class[c], p, r, ap50, ap) for c, p, r, ap50, ap in zip(*columns, strict=True)
         ]
-    for row in rows:
-        logger.info(ROW, *row)
+    if len(rows) == 1:
+        logger.info("%s: P %.3g R %.3g mAP@.5 %.3g mAP@.5:.95 %.3g", title, *means)
+        return
+    logger.info("%s", right_aligned(" ".join(title.split()), NAME_WIDTH) + HEADER)
+    for name, *numbers in rows:
+        logger.info("%s", right_aligned(name, NAME_WIDTH) + ROW % (scores.num_images, *numbers))
+
+
+def right_aligned(text, width):
+    """`text` at the end of `width` columns of a terminal, where a Chinese, Japanese or Korean letter takes two."""
+    taken = sum(1 + (east_asian_width(letter) in "WF") for letter in text)
+    return " " * (width - taken) + text

@@ -1,6 +1,7 @@
 """Run an exported file in its runtime, on images, beside the PyTorch module that it was made of."""
 
 import logging
+import textwrap
 from itertools import islice
 
 import cv2
@@ -100,7 +101,8 @@ def _check(runtime, module, run, reference, images, shapes, compare):
         if wrong := beyond_rounding(worst):
             hint = "; nearly equal scores, as of an untrained model, do that" if LOST in wrong else ""
             raise ValueError(f"{place} differs from PyTorch in {' and '.join(wrong)}: {in_words(worst)}{hint}")
-        logger.info("  %s, largest differences: %s", place, in_words(worst))
+        said = f"{place}, largest differences: {in_words(worst)}"
+        logger.info("%s", textwrap.fill(said, 79, initial_indent="  ", subsequent_indent="    "))
 
 
 @torch.no_grad()

@@ -36,7 +36,7 @@ class Statistics:
 
     def __str__(self):
         return (
-            f"{self.steps} losses read back in {self.blocks} blocks, waited for them {self.waited:.3f} s in all and "
+            f"{self.steps} losses read back in {self.blocks} blocks, waited {self.waited:.3f} s in all, "
             f"{self.longest * 1e3:.1f} ms at most"
         )
 

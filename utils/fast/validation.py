@@ -11,9 +11,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
-from utils.engine.evaluate import CONF_THRES, HEADER, IOU_THRES, Evaluation, mean_losses
+from utils.engine.evaluate import CONF_THRES, IOU_THRES, Evaluation, mean_losses
 from utils.fast import metrics
 from utils.fast import nms as nms_batched
 from utils.loss.batched import BatchedHeadsLoss, BatchedLoss
@@ -21,6 +20,7 @@ from utils.loss.multi_head import has_several_heads, in_float32, level_shapes
 from utils.metrics.detection import IOU_THRESHOLDS, Scores
 from utils.ops import nms
 from utils.ops.boxes import xywh2xyxy
+from utils.system.progress import progress
 
 
 @dataclass
@@ -68,7 +68,7 @@ class FastValidation:
         """(Found, the loss items [3] of each batch)."""
         weight = next(model.parameters())
         found, losses = Found(weight.device), []
-        for index, (images, targets, _, shapes) in enumerate(tqdm(loader, desc=HEADER)):
+        for index, (images, targets, _, shapes) in enumerate(progress(loader, desc="scoring")):
             pixels = images.to(weight.device, non_blocking=True).to(weight.dtype, memory_format=layout) / 255
             predictions, maps = model(pixels)
             truth = self._truth(index, targets, shapes, pixels, maps)

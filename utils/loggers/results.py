@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
+from utils.loggers.clock import TrainingClock, per_second
 from utils.loggers.tensorboard import NullLogger, open_tensorboard, tag_form
 from utils.metrics.multi_head import HeadScore
 from utils.metrics.names import class_names
@@ -22,10 +22,11 @@ from utils.plots.images import plot_images
 from utils.plots.run import in_background, in_process, plot_labels, plot_results
 from utils.system.distributed import Ranks
 from utils.system.files import atomic_write
+from utils.system.progress import progress
 
 logger = logging.getLogger(__name__)
 
-HEADER = ("Epoch", "gpu_mem", "box", "obj", "cls", "total", "labels", "img_size")
+BAR = "{desc} |{bar}| {n_fmt}/{total_fmt} {rate_fmt} {remaining}"
 TRAIN_TAGS = ("train/box_loss", "train/obj_loss", "train/cls_loss")
 TEST_TAGS = ("metrics/precision", "metrics/recall", "metrics/mAP_0.5", "metrics/mAP_0.5:0.95",
              "val/box_loss", "val/obj_loss", "val/cls_loss")  # fmt: skip
@@ -72,7 +73,8 @@ class RunReport:
         self.results_file = self.save_dir / "results.txt"
         self.table = _CsvTable(self.save_dir / "results.csv")
         self.class_table = _CsvTable(self.save_dir / "results_per_class.csv") if per_class else None
-        self.tensorboard = open_tensorboard(self.save_dir, world_size) if tensorboard else NullLogger()
+        self.tensorboard = open_tensorboard(self.save_dir) if tensorboard else NullLogger()
+        self.clock = TrainingClock(world_size)
         self.last_scores: dict[str, float] = {}
         self.is_open, self.is_finite = False, True
         self.head_scalars = dict.fromkeys((tag.format(head) for head in range(num_heads) for tag in HEAD_TAGS), 0.0)
@@ -99,25 +101,23 @@ class RunReport:
     # ---- every epoch
 
     def epoch(self, epoch: int, batches: Iterable, num_batches: int) -> Iterable:
-        """Begin epoch number `epoch`: print the header and return `batches` wrapped in a progress bar."""
+        """Begin epoch number `epoch`: return `batches` wrapped in a progress bar."""
         if not self.is_open:
             self._open_files([], 0)
         self.epoch_number = epoch
-        self.started = time.monotonic()
+        self.clock.begin_epoch()
         self.batches_before, self.batches_done, self.losses_seen = epoch * num_batches, 0, 0
-        self.num_batches = num_batches
         self.mean_losses = torch.full((4,), math.nan)
         self.num_labels = self.image_size = 0
-        logger.info("\n" + "%10s" * len(HEADER), *HEADER)
         self.tensorboard.begin_epoch()
-        self.bar = tqdm(batches, total=num_batches)
+        self.bar = progress(batches, total=num_batches, bar_format=BAR, desc=self._title())
         return self.bar
 
     def exclude(self, seconds: float) -> None:
         """Leave the last `seconds` out of the epoch's time and speed."""
-        self.started += seconds
         self.bar.start_t += seconds
-        self.tensorboard.exclude(seconds)
+        self.clock.exclude(seconds)
+        self.tensorboard.exclude()
 
     def batch(
         self, loss_items: torch.Tensor, images: torch.Tensor, targets: torch.Tensor, paths: Sequence[str]
@@ -135,19 +135,25 @@ class RunReport:
             copies = [_first(images, PREVIEW_IMAGES), _first(targets), list(paths)]
             in_background(self._draw_batch, *copies, number)
         self.batches_done += 1
-        self.tensorboard.batch(len(images))
+        self.clock.batch(len(images))
 
     def losses(self, loss_items: torch.Tensor) -> None:
         """Take into the means of this epoch what is new: [4: box, obj, cls, total] of a batch, or a row for several."""
-        if self.batches_done == self.num_batches:  # late losses: the device has now done the whole epoch
-            self.tensorboard.end_training()
         if not len(loss_items):
             return
         for items in loss_items.detach().view(-1, 4):
             seen = self.losses_seen
             self.mean_losses = (self.mean_losses.to(items) * seen + items) / (seen + 1) if seen else items
             self.losses_seen += 1
-        self.bar.set_description(self._progress_text(), refresh=False)
+        self.bar.set_description_str(self._losses_text(), refresh=False)
+
+    def end_training(self, late_items: torch.Tensor) -> None:
+        """The last batch is done, and with its `late_items`, as in `losses`, the device as well: log the epoch."""
+        self.losses(late_items)
+        self.tensorboard.end_training()  # looks at the machine once more, within the time that counts
+        self.clock.end_training()
+        memory = f", {_reserved_memory():.3g} GB" if torch.cuda.is_available() else ""
+        logger.info("%s, %d px%s, %s", self._losses_text(), self.image_size, memory, per_second(self.clock.rate))
 
     def heads_done(self, heads: Sequence[HeadScore]) -> None:
         """Take in the HeadScore of every head, if there are several; `epoch_done` records the last ones."""
@@ -165,7 +171,7 @@ class RunReport:
         """
         results = [float(value) for value in results]
         with self.results_file.open("a") as file:
-            file.write(self._progress_text() + "".join(f"{value:10.4g}" for value in results) + "\n")
+            file.write(self._columns() + "".join(f"{value:10.4g}" for value in results) + "\n")
 
         *losses, total = self.mean_losses.tolist()
         if not math.isfinite(total) and self.is_finite:
@@ -177,7 +183,7 @@ class RunReport:
         scalars = dict(zip(TRAIN_TAGS, losses, strict=True)) | dict(zip(TEST_TAGS, results, strict=True))
         scalars |= {f"x/lr{group}": rate for group, rate in enumerate(learning_rates)} | self.head_scalars
         others = {"train/total_loss": total, "labels": self.num_labels, "image_size": self.image_size}
-        others |= {"memory_gb": _reserved_memory(), "seconds": time.monotonic() - self.started}
+        others |= {"memory_gb": _reserved_memory(), "seconds": time.monotonic() - self.clock.started}
         self.table.add({"epoch": self.epoch_number, **scalars, **others})
         self.last_scores = dict(zip(TEST_TAGS, results, strict=True))
         if self.class_table and class_ap is not None:
@@ -185,7 +191,7 @@ class RunReport:
             self.class_table.add({"epoch": self.epoch_number, **dict(zip(columns, class_ap, strict=True))})
             tags = class_names(self.names, form=tag_form)
             scalars |= {f"class_mAP_0.5:0.95/{tag}": ap for tag, ap in zip(tags, class_ap, strict=True)}
-        self.tensorboard.end_epoch(self.epoch_number, scalars)
+        self.tensorboard.end_epoch(self.epoch_number, scalars, self.clock)
 
     def results_text(self) -> str:
         """The content of results.txt, for the checkpoint."""
@@ -205,8 +211,15 @@ class RunReport:
         grid = plot_images(images, targets, paths, self.save_dir / f"train_batch{number}.jpg", self.names)
         self.tensorboard.mosaic(grid, number)
 
-    def _progress_text(self):
-        """Eight columns; reading the losses waits for the device."""
+    def _title(self):
+        return f"train {self.epoch_number}/{self.num_epochs - 1}:"
+
+    def _losses_text(self):
+        """The epoch and the means so far; reading them waits for the device."""
+        return "{} box {:.3g} obj {:.3g} cls {:.3g}".format(self._title(), *self.mean_losses[:3].tolist())
+
+    def _columns(self):
+        """The first eight columns of results.txt."""
         words = f"{self.epoch_number}/{self.num_epochs - 1}", f"{_reserved_memory():.3g}G"
         numbers = (*self.mean_losses.tolist(), self.num_labels, self.image_size)
         return "".join([f"{word:>10}" for word in words] + [f"{number:10.4g}" for number in numbers])

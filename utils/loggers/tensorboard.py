@@ -25,12 +25,12 @@ class NullLogger:
         return lambda *arguments, **options: None
 
 
-def open_tensorboard(save_dir, world_size=1):
+def open_tensorboard(save_dir):
     """The TensorBoardLogger of a run folder; a NullLogger, with a warning, where TensorBoard does not work."""
     try:
         from torch.utils.tensorboard import SummaryWriter
 
-        return TensorBoardLogger(SummaryWriter(str(save_dir)), save_dir, world_size)
+        return TensorBoardLogger(SummaryWriter(str(save_dir)), save_dir)
     except ImportError:
         logger.warning("tensorboard is not installed: no event file is written (pip install tensorboard)")
     except Exception as error:  # an installation that does not fit its other packages fails in any way
@@ -39,13 +39,10 @@ def open_tensorboard(save_dir, world_size=1):
 
 
 class TensorBoardLogger:
-    """Writes with `writer` (a SummaryWriter) what a run in the folder `save_dir` tells.
+    """Writes with `writer` (a SummaryWriter) what a run in the folder `save_dir` tells."""
 
-    `world_size` is the number of processes that train, of which this one sees its share of the images.
-    """
-
-    def __init__(self, writer, save_dir, world_size=1):
-        self.writer, self.save_dir, self.world_size = writer, Path(save_dir), world_size
+    def __init__(self, writer, save_dir):
+        self.writer, self.save_dir = writer, Path(save_dir)
         self.monitor = ResourceMonitor(interval=1.0)
         self.sources = []
         self.num_mosaics = 0
@@ -63,31 +60,22 @@ class TensorBoardLogger:
         """The training part of an epoch begins."""
         self.monitor.start()
         self.monitor.restart()
-        self.started = self.trained = time.monotonic()
-        self.num_images = 0
 
-    def exclude(self, seconds):
-        """Leave what happened in the last `seconds` out of the epoch, its use of the machine included."""
-        self.started += seconds
+    def exclude(self):
+        """Leave the use of the machine so far out of the epoch."""
         self.monitor.restart()
 
-    def batch(self, num_images):
-        """A batch has been trained."""
-        self.num_images += num_images
-        self.trained = time.monotonic()
-
     def end_training(self):
-        """The training part of the epoch ends here, with the last batch or later."""
+        """The training part of the epoch ends here."""
         self.monitor.sample()
-        self.trained = time.monotonic()
 
-    def end_epoch(self, epoch, scalars):
-        """Write the `scalars` {tag: value} of the epoch, its speed, and what the other sources give."""
-        seconds = self.trained - self.started
-        scalars = scalars | {"speed/training_seconds": seconds, "speed/other_seconds": time.monotonic() - self.trained}
-        if self.num_images and seconds > 0:
-            scalars["speed/images_per_second"] = self.num_images * self.world_size / seconds
-        usage = self.monitor.usage(end=self.trained)
+    def end_epoch(self, epoch, scalars, clock):
+        """Write the `scalars` {tag: value} of the epoch, its speed by a TrainingClock, and what other sources give."""
+        others = time.monotonic() - clock.trained
+        scalars = scalars | {"speed/training_seconds": clock.seconds, "speed/other_seconds": others}
+        if clock.rate:
+            scalars["speed/images_per_second"] = clock.rate
+        usage = self.monitor.usage(end=clock.trained)
         scalars |= {tag: getattr(usage, name) for name, tag in SPEED_TAGS.items()}
         for source in self.sources:
             scalars |= source()

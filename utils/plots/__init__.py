@@ -1,6 +1,7 @@
 """Everything that draws: plots of a run, grids of images with their boxes. Scripts import its names from here.
 
-Read in this order: style (figures without a display), images (grids), run (curves, confusion matrix, labels, searches).
+Read in this order: style (figures without a display), fonts, captions (where text goes), images (grids), run (curves,
+confusion matrix, labels, searches).
 matplotlib's object interface only, never pyplot, so that drawing is safe in a thread.
 """
 

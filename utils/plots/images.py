@@ -3,16 +3,18 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
 from utils.ops.boxes import xywhn2xyxy, xyxy2xywh
-from utils.plots.style import PALETTE
-from utils.system.files import atomic_write
+from utils.plots.captions import Captions
+from utils.plots.fonts import drawable, font
+from utils.plots.style import class_colour
+from utils.system.files import atomic_write, printable
 
 BACKGROUND = "#202020"
 GAP = 4  # pixels between two cells
@@ -23,18 +25,11 @@ MOST_CELLS = 16  # of a grid
 
 
 def class_name(names, index):
-    """The name of class `index` in a list, a dict or None, as it can be drawn; its number where there is none."""
+    """The name of class `index` in a list, a dict or None, on one line; its number where there is none."""
     index = int(index)
     if isinstance(names, dict):
-        return drawable(str(names.get(index, index)))
-    return drawable(str(names[index])) if names is not None and 0 <= index < len(names) else str(index)
-
-
-@lru_cache(maxsize=10_000)
-def drawable(text):
-    """`text` on one line; letters that the font lacks, as \\u540d, so that names stay different from each other."""
-    known = _letters()
-    return "".join(c if ord(c) in known and c.isprintable() else ascii(c)[1:-1] for c in text)
+        return printable(names.get(index, index))
+    return printable(names[index]) if names is not None and 0 <= index < len(names) else str(index)
 
 
 def plot_images(
@@ -65,9 +60,8 @@ def plot_images(
     for index, image in enumerate(images):
         cell = _to_pil(image).resize((width, height), Image.Resampling.BILINEAR)
         draw = ImageDraw.Draw(cell)
-        _draw_boxes(draw, targets[targets[:, 0] == index], names)
-        if paths is not None:
-            _draw_text(draw, (0, height), drawable(Path(paths[index]).name)[:LONGEST_FILE_NAME], BACKGROUND)
+        file = "" if paths is None else Path(paths[index]).name[:LONGEST_FILE_NAME]
+        _draw_targets(draw, targets[targets[:, 0] == index], names, file)
         column, row = divmod(index, rows)
         grid.paste(cell, (GAP + column * (width + GAP), GAP + row * (height + GAP)))
     if fname is not None:
@@ -106,19 +100,18 @@ def draw_detections(
     image: np.ndarray, detections: torch.Tensor, names: Sequence[str] | dict | None, style: BoxStyle = BoxStyle(),
     caption: str = "",
 ) -> np.ndarray:  # fmt: skip
-    """A copy of `image` [h x w x 3, uint8, BGR] with its boxes, the best one on top, and a `caption` in its corner.
+    """A copy of `image` [h x w x 3, uint8, BGR] with its boxes, the best one on top, and a `caption` in a corner.
 
+    Boxes get their text where it hides no other object, the best ones first; all lie over the text.
     detections [k x 6: x1, y1, x2, y2, confidence, class] in pixels of the image, best first.
     """
     picture = Image.fromarray(np.ascontiguousarray(image[..., ::-1]))
     draw = ImageDraw.Draw(picture)
     line = style.line_width or _line_width(*picture.size)
-    for *box_xyxy, confidence, class_id in reversed(_array(detections).tolist()):
-        text = class_name(names, class_id) if style.with_names else ""
-        text += f" {confidence:.2f}" if style.with_names and style.with_confidence else ""
-        _draw_box(draw, box_xyxy, class_id, text, line)
-    if caption:
-        _draw_text(draw, (0, 0), drawable(caption), BACKGROUND)
+    detections, texts = _array(detections).reshape(-1, 6), []
+    for *_, confidence, class_id in detections.tolist() if style.with_names else ():
+        texts.append(class_name(names, class_id) + (f" {confidence:.2f}" if style.with_confidence else ""))
+    _draw_objects(draw, detections[:, :4], detections[:, 5], texts, line, caption)
     return np.ascontiguousarray(np.asarray(picture)[..., ::-1])
 
 
@@ -145,53 +138,40 @@ def _to_pil(image):
     return Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0)))
 
 
-def _draw_boxes(draw, rows, names):
+def _draw_targets(draw, rows, names, caption):
     """Boxes and class names of one image; rows [n x 6 or 7] as in plot_images. Non-finite boxes are left out."""
     width, height = draw.im.size
-    line = _line_width(width, height)
     rows = rows[np.isfinite(rows[:, :6]).all(axis=1)]
-    for row, box_xyxy in zip(rows, xywhn2xyxy(rows[:, 2:6], width, height), strict=True):
-        confidence = f" {row[6]:.2f}" if len(row) > 6 else ""
-        _draw_box(draw, box_xyxy, row[1], class_name(names, row[1]) + confidence, line)
+    if rows.shape[1] > 6:
+        rows = rows[np.argsort(-rows[:, 6], kind="stable")]
+    texts = [class_name(names, row[1]) + (f" {row[6]:.2f}" if len(row) > 6 else "") for row in rows]
+    boxes = xywhn2xyxy(rows[:, 2:6], width, height)
+    _draw_objects(draw, boxes, rows[:, 1], texts, _line_width(width, height), caption)
 
 
-def _draw_box(draw, box_xyxy, class_id, text, line):
-    """A box in the colour of its class, with `text` above it, if there is any."""
-    x1, y1, x2, y2 = box_xyxy
-    colour = PALETTE[int(class_id) % len(PALETTE)]
-    draw.rectangle((min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2)), outline=colour, width=line)
-    if text:
-        _draw_text(draw, (x1, y1), text, colour, above=True)
-
-
-def _draw_text(draw, corner, text, fill, above=False):
-    """White or black text, whichever reads better, on a filled label at `corner`, moved to lie inside the image."""
+def _draw_objects(draw, boxes_xyxy, class_ids, texts, line, caption):
+    """Text where there is room for it, the first boxes first; then the boxes over it, the first one on top."""
     width, height = draw.im.size
-    font = _font(max(10, round(max(width, height) / 32)))
-    left, top, right, bottom = font.getbbox(text)
+    captions, size = Captions(width, height, boxes_xyxy), max(10, round(max(width, height) / 40))
+    if caption:
+        _draw_text(draw, caption, size, BACKGROUND, captions.in_a_corner)
+    for index, (text, class_id) in enumerate(zip(texts, class_ids, strict=False)):
+        _draw_text(draw, text, size, class_colour(class_id), partial(captions.beside, index))
+    for box, class_id in reversed(list(zip(captions.boxes, class_ids, strict=True))):
+        draw.rectangle(tuple(box), outline=class_colour(class_id), width=line)
+
+
+def _draw_text(draw, text, size, fill, find_place):
+    """White or black text, whichever reads better, on a filled label where `find_place(width, height)` wants it."""
+    text = drawable(text)
+    letters = font(text, size)
+    left, top, right, bottom = letters.getbbox(text)
     label_width, label_height = right - left + 4, bottom - top + 4
-    x = min(max(0, corner[0]), max(0, width - label_width))
-    y = min(max(0, corner[1] - (label_height if above else 0)), max(0, height - label_height))
+    place = find_place(label_width, label_height)
+    if place is None:
+        return
+    x, y = place
     draw.rectangle((x, y, x + label_width, y + label_height), fill=fill)
     red, green, blue = (int(fill[k : k + 2], 16) for k in (1, 3, 5))
     dark = 0.299 * red + 0.587 * green + 0.114 * blue < 140
-    draw.text((x + 2 - left, y + 2 - top), text, font=font, fill="white" if dark else "black")
-
-
-@lru_cache(maxsize=8)
-def _font(size):
-    return ImageFont.truetype(_font_file(), size)
-
-
-@lru_cache(maxsize=1)
-def _letters():
-    """Code points of all letters of the font."""
-    from matplotlib.ft2font import FT2Font
-
-    return frozenset(FT2Font(_font_file()).get_charmap())
-
-
-def _font_file():
-    from matplotlib import get_data_path  # its DejaVu font comes with every installation and reads beyond ASCII
-
-    return str(Path(get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf")
+    draw.text((x + 2 - left, y + 2 - top), text, font=letters, fill="white" if dark else "black")

@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from utils.metrics.detection import fitness
+from utils.plots.fonts import drawable
 from utils.plots.images import class_name
-from utils.plots.style import FAINT, INK, PALETTE, new_figure, save_figure, set_title, whole_numbers
+from utils.plots.style import FAINT, INK, PALETTE, class_colour, new_figure, save_figure, set_title, whole_numbers
 from utils.system.children import enter_child
 from utils.system.files import cause_of
 
@@ -97,7 +98,7 @@ def _guarded(function, *args, **kwargs):
 
 def _class_label(names, index):
     """The name of a class in a plot, where a dollar would begin a formula."""
-    return class_name(names, index).replace("$", r"\$")
+    return drawable(class_name(names, index)).replace("$", r"\$")
 
 
 # ---- the course of a run -------------------------------------------------------------------------------------------
@@ -141,8 +142,11 @@ def compare_results(files: dict[str, str | Path], save_path: str | Path) -> Path
         return None
 
     legend = len(files) > 1
-    figure, axes = new_figure(2, 5, size=(16, 6.4 if legend else 6))
-    for ax, (title, column) in zip(axes, RESULT_PANELS, strict=True):
+    everything = np.nan_to_num(np.concatenate(list(runs.values())))
+    panels = [panel for panel in RESULT_PANELS if everything[:, panel[1]].any()] or list(RESULT_PANELS)
+    columns = -(-len(panels) // 2)
+    figure, axes = new_figure(2, columns, size=(3.2 * columns, 6.4 if legend else 6), used=len(panels))
+    for ax, (title, column) in zip(axes, panels, strict=True):
         for index, (label, table) in enumerate(runs.items()):
             colour = PALETTE[index % len(PALETTE)]
             marker = "o" if len(table) < 30 else None
@@ -185,7 +189,7 @@ def plot_curves(curves, save_dir, names=None):
     scored = [f"{label} {ap:.3f}" for label, ap in zip(labels, ap50, strict=True)]
     mean_ap = f"all classes {np.nanmean(ap50):.3f} mAP@.5"
     files = [
-        _draw_curve(curves.pr_recall, curves.pr_precision, scored, mean_ap, ("recall", "precision"),
+        _draw_curve(curves.pr_recall, curves.pr_precision, class_ids, scored, mean_ap, ("recall", "precision"),
                     Path(save_dir) / "PR_curve.png")
     ]  # fmt: skip
     for file, quantity, values in (
@@ -196,18 +200,18 @@ def plot_curves(curves, save_dir, names=None):
         mean = np.nanmean(values, axis=0)
         peak = int(np.nanargmax(mean)) if np.isfinite(mean).any() else 0
         summary = f"all classes {mean[peak]:.2f} at {curves.confidence[peak]:.3f}"
-        files.append(_draw_curve(curves.confidence, values, labels, summary, ("confidence", quantity),
+        files.append(_draw_curve(curves.confidence, values, class_ids, labels, summary, ("confidence", quantity),
                                  Path(save_dir) / file))  # fmt: skip
     return files
 
 
-def _draw_curve(x, rows, labels, summary, axis_labels, path):
+def _draw_curve(x, rows, class_ids, labels, summary, axis_labels, path):
     """One line per class [classes x points] and their mean, thick, on the unit square."""
     figure, (ax,) = new_figure(size=(9, 6))
     few = len(labels) <= MANY_CLASSES
-    for index, (row, label) in enumerate(zip(rows, labels, strict=True)):
-        style = ("-", "--", ":")[index // len(PALETTE) % 3]
-        colour = PALETTE[index % len(PALETTE)] if few else FAINT
+    for row, class_id, label in zip(rows, class_ids, labels, strict=True):
+        style = ("-", "--", ":")[class_id // len(PALETTE) % 3]
+        colour = class_colour(class_id) if few else FAINT
         ax.plot(
             x, row, style if few else "-", color=colour, linewidth=1.1 if few else 0.6, label=label if few else None
         )
@@ -281,11 +285,12 @@ def plot_labels(labels, names, save_dir):
 
 def _draw_class_counts(ax, class_ids, names):
     num_classes = max(len(names) if names is not None else 0, class_ids.max() + 1)
-    ax.bar(range(num_classes), np.bincount(class_ids, minlength=num_classes), color=PALETTE[0])
+    colours = [class_colour(class_id) for class_id in range(num_classes)]
+    ax.bar(range(num_classes), np.bincount(class_ids, minlength=num_classes), color=colours)
     few = num_classes <= 40
     if few:
         labels = [_class_label(names, index) for index in range(num_classes)]
-        ax.set_xticks(range(num_classes), labels, rotation=90 if num_classes > 6 else 0)
+        ax.set_xticks(range(num_classes), labels, rotation=90 if len("".join(labels)) > 24 else 0)
     ax.set_xlabel("" if few else "class")
     ax.grid(axis="x", visible=False)
     set_title(ax, f"{len(class_ids)} objects by class")
@@ -298,10 +303,11 @@ def _draw_box_outlines(ax, labels, most=800):
 
     picked = labels[:: -(-len(labels) // most)]
     outlines = [Rectangle((-w / 2, -h / 2), w, h) for w, h in picked[:, 3:5]]
-    colours = [PALETTE[int(class_id) % len(PALETTE)] for class_id in picked[:, 0]]
+    colours = [class_colour(class_id) for class_id in picked[:, 0]]
     ax.add_collection(PatchCollection(outlines, facecolor="none", edgecolor=colours, linewidth=0.6, alpha=0.5))
-    ax.set_xlim(-0.5, 0.5)
-    ax.set_ylim(-0.5, 0.5)
+    reach = 0.52 * max(labels[:, 3:5].max(), 1e-3)
+    ax.set_xlim(-reach, reach)
+    ax.set_ylim(-reach, reach)
     ax.set_aspect("equal")
     ax.grid(False)
     set_title(ax, "boxes, moved to one centre")
@@ -325,13 +331,11 @@ def plot_evolution(evolve_file, hyp_keys, save_dir):
     best = int(np.nanargmax(scores))
     columns = 6
     rows = -(-len(hyp_keys) // columns)
-    figure, axes = new_figure(rows, columns, size=(2.6 * columns, 2.3 * rows))
-    for ax, key, values in zip(axes, hyp_keys, table[:, 7:].T, strict=False):
+    figure, axes = new_figure(rows, columns, size=(2.6 * columns, 2.3 * rows), used=len(hyp_keys))
+    for ax, key, values in zip(axes, hyp_keys, table[:, 7:].T, strict=True):
         ax.scatter(values, scores, s=10, color=PALETTE[0], alpha=0.5, linewidths=0)
         ax.plot(values[best], scores[best], "+", markersize=14, markeredgewidth=2, color=PALETTE[4])
         set_title(ax, f"{key} = {values[best]:.3g}")
-    for ax in axes[len(hyp_keys) :]:
-        ax.set_visible(False)
     figure.supylabel("fitness", fontsize=9)
     return save_figure(figure, Path(save_dir) / "evolve.png")
 

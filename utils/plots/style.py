@@ -6,6 +6,7 @@ thread. matplotlib is imported when the first plot is drawn.
 
 from pathlib import Path
 
+from utils.plots.fonts import use_fonts
 from utils.system.files import atomic_write
 
 # Okabe and Ito's colours, told apart by colour-blind readers too; class k has colour k modulo 8
@@ -13,8 +14,13 @@ PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F
 INK, FAINT = "#303030", "#B0B0B0"
 
 
-def new_figure(rows=1, columns=1, size=(8, 6)):
-    """A figure of `size` inches and its axes [rows * columns, flat]; unobtrusive frames and grids."""
+def class_colour(class_id):
+    """The colour of a class, in every plot and image."""
+    return PALETTE[int(class_id) % len(PALETTE)]
+
+
+def new_figure(rows=1, columns=1, size=(8, 6), used=None):
+    """A figure of `size` inches and its axes [rows * columns], or the first `used` of them; quiet frames and grids."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -26,12 +32,15 @@ def new_figure(rows=1, columns=1, size=(8, 6)):
         ax.grid(alpha=0.25, linewidth=0.6)
         ax.set_axisbelow(True)
         ax.tick_params(labelsize=8)
-    return figure, axes
+    for ax in axes[used:] if used else ():
+        ax.remove()
+    return figure, axes[:used]
 
 
 def save_figure(figure, path):
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    use_fonts(figure)
     with atomic_write(path) as file:
         figure.savefig(file, format=path.suffix[1:], dpi=150, bbox_inches="tight", pad_inches=0.15)
     return path

@@ -49,7 +49,7 @@ def set_logging(rank: int = -1, local_rank: int = -1) -> None:
     Of the processes of a run, rank 0 says everything. The first one of each further machine warns, as that may have
     files of its own; all others only warn of what no other process knows.
     """
-    handler = logging.StreamHandler(LastingStream(sys.stdout))  # also for a script that does not call `run`
+    handler = _Handler(LastingStream(sys.stdout))  # also for a script that does not call `run`
     handler.setFormatter(_Formatter("%(message)s"))
     if rank > 0:
         handler.setFormatter(_Formatter(f"process {rank}: %(message)s"))
@@ -166,6 +166,21 @@ def _describe(error, opt):
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
     # the loader sends the whole traceback of a worker as text; its last line is the sentence
     return lines[-1].removeprefix("ValueError: ") if "Original Traceback" in str(error) else " ".join(lines)
+
+
+class _Handler(logging.StreamHandler):
+    """Writes above the progress bars of its process."""
+
+    def __init__(self, stream):
+        super().__init__(stream)
+        self.process = os.getpid()  # a loader worker has copies of the bars, and must not wait for their lock
+
+    def emit(self, record):
+        if os.getpid() != self.process or not getattr(tqdm, "_instances", None):
+            super().emit(record)
+            return
+        with tqdm.external_write_mode(file=sys.stdout):
+            super().emit(record)
 
 
 class _Formatter(logging.Formatter):

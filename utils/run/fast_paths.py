@@ -5,6 +5,7 @@ An opt-in module is imported when its row is chosen, never before: a run without
 
 import logging
 import os
+import textwrap
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -136,7 +137,8 @@ def choose(opt: Namespace, device: torch.device) -> Paths:
         precision = opt.amp or ("fp16" if device.type == "cuda" else "off")
         rows.append(("amp", precision, asked(opt, "amp") or default))
     for row in [("seam", "chosen", "why"), *rows] if rows else ():
-        logger.info("%-13s | %-47s | %s", *row)
+        line = "{:<11} | {} | {}".format(*row)
+        logger.info("%s", textwrap.fill(line, 79, subsequent_indent=" " * 14, break_on_hyphens=False))
     if asked(opt, "sync_interval") and not wanted_for_a_step(opt, "fast_step"):
         logger.warning("--sync-interval %d has no effect without --fast-step", opt.sync_interval)
     return paths

@@ -234,6 +234,15 @@ def counted(number, one, many=None):
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
+def duration(seconds):
+    """`4.2 s`, `3 min 4 s`, `2 h 5 min`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
+
+
 def cause_of(error, with_file=False):
     """Why something failed, as a part of a sentence; of an OSError without its number, and on request with its file."""
     cause = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__

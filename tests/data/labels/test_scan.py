@@ -166,11 +166,11 @@ def test_one_line_sums_up(tmp_path, caplog):
     with caplog.at_level("INFO"):
         scan_dataset(folder, "train: ")
     assert caplog.messages[0] == (
-        "train: 6 images, 4 found, 1 of them empty, 1 missing (labels missing 1x), "
-        "1 dropped (no usable row in its label file 1x), 1 rows repaired (sixth column (a confidence) ignored 1x), "
-        "2 rows dropped (repeats an earlier row of the file 1x; "
-        "class is text, the number of the class is needed 1x), file ignored (image suffix not supported 1x)"
+        "train: 6 images, 3 objects, 1 of them empty, 1 without a label file, 1 dropped, 1 rows repaired, "
+        "2 rows dropped, file ignored"
     )
+    reasons = ("labels missing", "no usable row", "sixth column", "repeats an earlier", "class is text", "suffix")
+    assert all(any(reason in message for message in caplog.messages[1:]) for reason in reasons)
 
 
 def test_a_healthy_set_is_summed_up_without_reasons(tmp_path, caplog):
@@ -179,9 +179,7 @@ def test_a_healthy_set_is_summed_up_without_reasons(tmp_path, caplog):
         caplog.clear()
         with caplog.at_level("INFO"):
             scan_dataset(folder)
-        assert caplog.messages == [
-            "2 images, 2 found, 0 of them empty, 0 missing, 0 dropped, 0 rows repaired, 0 rows dropped"
-        ]
+        assert caplog.messages == ["2 images, 2 objects"]
 
 
 @pytest.mark.parametrize(

@@ -361,3 +361,12 @@ def test_tpe_prunes_below_the_median():
     assert "below the median" in source.is_hopeless(6, [{MAP50: 0.0}, {MAP50: 0.1}])
     source.end(Trial(6, {}, "eliminated", 0.1, 1.0, 1.0))
     assert [trial.state.name for trial in source.study.trials] == ["COMPLETE"] * 5 + ["FAIL", "PRUNED"]
+
+
+def test_bars_say_what_a_trial_changed():
+    few, many = {"hyp.lr0": 0.005, "adam": True}, {f"hyp.number{k}": k for k in range(20)}
+    ended = [trials.Trial(k, params, status, 0.5, 0.1, 1.0) for k, (params, status) in enumerate(
+        [(few, "completed"), ({}, "completed"), (few, "failed"), (many, "completed")])]  # fmt: skip
+    labels = [trials.bar_label(trial) for trial in ended]
+    assert labels[:2] == ["0: lr0=0.005, adam=True", "1: nothing changed"]
+    assert labels[2] == "2: lr0=0.005, adam=True (failed)" and len(labels[3]) == trials.LONGEST_LABEL

@@ -12,7 +12,6 @@ from multiprocessing import get_all_start_methods, get_context
 from typing import NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from utils.config.data_yaml import repeated_names
 from utils.data.images.reading import verify_image
@@ -33,6 +32,7 @@ from utils.data.labels.rows import (
 from utils.ops.polygons import Polygons
 from utils.system.children import enter_child
 from utils.system.files import printable, read_text, split_lines
+from utils.system.progress import progress
 
 logger = logging.getLogger(__name__)
 
@@ -98,9 +98,6 @@ def scan_dataset(path, prefix="", keypoints=None, row_forms=None):
         fields = _scan(img_files, label_files, title, RowForms.of_keypoints(keypoints), row_forms)
         if fields["img_files"]:
             save_cache(cache_file, present, fields)
-    else:
-        total = fields["counts"]["total"]
-        tqdm(total=total, initial=total, desc=f"{title} (cached) ... {_describe_counts(fields['counts'])}").close()
     notes = list_notes + _label_file_notes(fields["img_files"], fields["label_files"], fields["labels"])
     fields["findings"] = gather(notes) + fields["findings"]
     scanned = ScannedDataset(**fields)
@@ -137,17 +134,11 @@ def _label_file_notes(img_files, label_files, labels):
 
 def _scan(img_files, label_files, title, forms, row_forms):
     """The fields of ScannedDataset, by looking at every file."""
-    records, status = [], Counter()
     with _pool(len(img_files)) as pool, warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="PIL")  # what is wrong with an image is reported below
         files = zip(img_files, label_files, repeat(forms))
-        bar = tqdm(pool.map(_scan_one, files, chunksize=16), desc=title, total=len(img_files))
-        for record in bar:
-            records.append(record)
-            status[record.status] += 1
-            bar.desc = f"{title} ... {_describe_counts(_counts(status))}"
-        bar.refresh()
-        bar.close()
+        found = pool.map(_scan_one, files, chunksize=16)
+        records = list(progress(found, desc=title, total=len(img_files)))
     told, row_findings = ({}, []) if forms.box_only else _judge_rows(records, label_files, row_forms)
     kept = [index for index, record in enumerate(records) if record.status != DROPPED]
     findings = gather(note for record in records for note in record.notes) + row_findings
@@ -251,30 +242,15 @@ def _row_counts(findings):
 
 
 def describe_scan(scanned):
-    """One line: how many images and rows of which kind, and in brackets why."""
-    reasons = defaultdict(list)
-    for finding in scanned.findings:
-        reasons[finding.effect].append(f"{finding.reason} {finding.times}x")
-    counts = scanned.counts
-    parts = [
-        f"{counts['total']} images", f"{counts[FOUND]} found", f"{counts[EMPTY]} of them empty",
-        _with_reasons(f"{counts[MISSING]} missing", reasons[NO_LABEL_FILE] + reasons[LABEL_ELSEWHERE]),
-        _with_reasons(f"{counts[DROPPED]} dropped", reasons[IMAGE_DROPPED]),
-        _with_reasons(f"{counts['repaired_rows']} rows repaired", reasons[ROW_REPAIRED]),
-        _with_reasons(f"{counts['dropped_rows']} rows dropped", reasons[ROW_DROPPED]),
-    ]  # fmt: skip
-    for effect in (LINE_IGNORED, FILE_IGNORED, LABEL_SHARED):
-        if reasons[effect]:
-            parts.append(_with_reasons(effect, reasons[effect]))
-    return ", ".join(parts)
-
-
-def _with_reasons(text, reasons):
-    return f"{text} ({'; '.join(reasons)})" if reasons else text
-
-
-def _describe_counts(counts):
-    return f"{counts[FOUND]} found, {counts[MISSING]} missing, {counts[EMPTY]} empty, {counts[DROPPED]} dropped"
+    """One line: how many images and rows of which kind there are; the warnings after it say why."""
+    counts, effects = scanned.counts, Counter(finding.effect for finding in scanned.findings)
+    parts = [f"{counts['total']} images", f"{sum(map(len, scanned.labels))} objects"]
+    numbers = {
+        "of them empty": counts[EMPTY], "without a label file": counts[MISSING], "dropped": counts[DROPPED],
+        "rows repaired": counts["repaired_rows"], "rows dropped": counts["dropped_rows"],
+    }  # fmt: skip
+    parts += [f"{number} {words}" for words, number in numbers.items() if number]
+    return ", ".join(parts + [effect for effect in (LINE_IGNORED, FILE_IGNORED, LABEL_SHARED) if effects[effect]])
 
 
 def check_labels(dataset, data, strict=False):
