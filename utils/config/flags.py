@@ -146,8 +146,8 @@ TRAIN_FLAGS = _table([
     "machine",
     Flag("--device", "cpu, 0, or 0,1; empty: the first GPU, else the CPU", "", resume=MACHINE),
     Flag("--workers", "loader processes, at most", 8, int, at_least(0), MACHINE),
-    Flag("--cache-images", "keep the resized images in RAM (default), or in one file that is mapped into memory",
-         resume=MACHINE, nargs="?", const=True, choices=["ram", "disk"]),
+    Flag("--cache-images", "keep the resized images in RAM (default), in one file that is mapped into memory, or where "
+         "the GPU reads them (needs --fast)", resume=MACHINE, nargs="?", const=True, choices=["ram", "disk", "gpu"]),
     Flag("--amp", "mixed precision; default fp16 on a GPU, off on a CPU", None, resume=MACHINE,
          choices=["fp16", "bf16", "off"]),
     Flag("--sync-bn", "batch statistics over all processes (with torchrun)"),

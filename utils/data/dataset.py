@@ -42,6 +42,7 @@ class LoadImagesAndLabels(Dataset):
     """
 
     new_image = staticmethod(np.empty)  # where pixels of a sample go; --worker-tensor knows a place in its batch
+    image_store = None  # the images where a GPU reads them (--cache-images gpu)
 
     def __init__(
         self,

@@ -39,6 +39,7 @@ class LoaderOptions:
     defer_steps: bool = False  # the consumer understands a DeferredBatch
     defer_affine: bool = True  # with its affines
     max_batches: int | None = None
+    open_store: Callable | None = None  # (data set, workers) -> its images where a GPU reads them, None if it cannot
 
 
 def build_loader(dataset: LoadImagesAndLabels, batch_size: int, workers: int, options: LoaderOptions, *,
@@ -58,6 +59,8 @@ def build_loader(dataset: LoadImagesAndLabels, batch_size: int, workers: int, op
     if options.max_batches:
         batches = ShortEpochs(batches, options.max_batches, options.first_epoch)
     options = possible_options(options, workers, warn=dataset.augment)
+    if options.open_store:  # before there are workers, which inherit it
+        dataset.image_store = options.open_store(dataset, workers if options.worker_tensor else 0)
     if image_weights and options.persistent_workers:
         source.share_indices()
     if not options.worker_tensor:
