@@ -44,6 +44,7 @@ def assert_holds(store, dataset, folder, **options):
         expected = load_image(plain, i)[0]
         assert store.shapes[i].tolist() == list(expected.shape[:2])
         assert np.array_equal(pixels[start : start + expected.size].reshape(expected.shape), expected)
+        assert np.array_equal(store.read(i), expected)
         if dataset.imgs[i] is not None:
             assert np.array_equal(dataset.imgs[i], expected) and not dataset.imgs[i].flags.writeable
     assert store.offsets[-1] + 3 * store.shapes[-1].prod() == len(pixels)

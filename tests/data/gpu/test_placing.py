@@ -175,5 +175,5 @@ def test_a_closed_store_takes_the_memory_from_everybody(folder, monkeypatch):
     store = opened(dataset)
     assert dataset.imgs[0].any()
     store.close()
-    assert store.pixels is None and not dataset.imgs[0].any()
+    assert not len(store.pixels) and not dataset.imgs[0].any()
     store.close()

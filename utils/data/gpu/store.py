@@ -21,16 +21,21 @@ class ImageStore:
         host: np.ndarray | None = None,
         release: Callable[[], None] | None = None,
     ) -> None:
-        self.pixels: torch.Tensor | None = pixels
-        self.host, self._release = host, release
+        self.pixels, self.host, self._release = pixels, host, release
         self.shapes = np.asarray(shapes, np.int32).reshape(-1, 2)
         sizes = 3 * self.shapes.astype(np.int64).prod(1)
         self.offsets = sizes.cumsum() - sizes
 
+    def read(self, number: int) -> np.ndarray:
+        """Image `number` [h x w x 3: BGR], a copy on the host."""
+        start, (height, width) = int(self.offsets[number]), self.shapes[number].tolist()
+        return self.pixels[start : start + 3 * height * width].cpu().numpy().reshape(height, width, 3)
+
     def close(self) -> None:
         """Free the memory once the GPU has read what it is reading; the store is of no use afterwards."""
-        if self.pixels is not None and self.pixels.is_cuda:
+        if self.pixels.is_cuda:
             torch.cuda.synchronize(self.pixels.device)
-        self.pixels, self.host, release, self._release = None, None, self._release, None
+        self.pixels, self.host = self.pixels.new_empty(0), None
+        release, self._release = self._release, None
         if release is not None:
             release()

@@ -1,0 +1,127 @@
+"""Whole runs with --cache-images gpu, the CPU as the card: the same results as without, and nothing left."""
+
+import logging
+
+import pytest
+
+import train
+from tests import small_run
+from tests.data.gpu import store_cases
+from tests.test_train import results_of
+from utils.data.gpu import kept_batches, placing
+from utils.data.gpu.kept_batches import KeptBatches
+from utils.run import auto_batch, fast_paths
+
+FLAGS = ("--fast-step", "--fast-loss", "--worker-tensor", "--fast-val", "--workers", "2", "--seed", "3")
+MANY = 10**12
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """Call it with the bytes that the card and the host have; a run then takes the CPU for a card."""
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    for name in ("why_no_images", "why_not_kept"):
+        monkeypatch.setattr(fast_paths, name, lambda *_: None)
+    monkeypatch.setattr(auto_batch, "step_cost", lambda run, build_model: (0, 1e-4))
+
+    def simulate(on_card=MANY, on_host=MANY, refusal=None):
+        store_cases.simulate(monkeypatch, on_card, on_host, refusal)
+        for name in ("room_on_card", "room_on_host"):
+            monkeypatch.setattr(kept_batches, name, getattr(placing, name))
+
+    return simulate
+
+
+@pytest.fixture
+def stores(monkeypatch):
+    """(size of the images, the ImageStore or None) of all that a run opens."""
+    opened, open_store = [], placing.open_store
+
+    def watched(dataset, *args, **options):
+        store = open_store(dataset, *args, **options)
+        opened.append((dataset.img_size, store))
+        return store
+
+    monkeypatch.setattr(placing, "open_store", watched)
+    return opened
+
+
+def runs_alike(folder, *flags, changed=("--cache-images", "gpu"), **options):
+    folders = [small_run.run(folder, *FLAGS, *flags, *more, **options) for more in ((), changed)]
+    plain, other = map(results_of, folders)
+    assert plain == other
+    return folders[1]
+
+
+@pytest.mark.parametrize("room", [(MANY, MANY), (MANY, 0), (0, MANY), (0, 0)], ids=str)
+def test_results_are_the_same_wherever_images_lie(room, card, stores, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    card(*room)
+    runs_alike(tmp_path)
+    ((size, store),) = stores
+    assert size == 64 and (store is None) == (not any(room))
+    assert ("in RAM, as with --cache-images ram" in caplog.text) == (store is None)
+    assert any(text.startswith("val: batches:") and " stay " in text for text in caplog.messages) == any(room)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--subset-size", "4"), ("--max-iter", "1", "--epochs", "3"), ("--image-weights",), ("--rect",), ("--quad",),
+     ("--multi-scale",), ("--overfit", "--batch-size", "2")],
+    ids=" ".join,
+)  # fmt: skip
+def test_with_other_flags(flags, card, stores, tmp_path):
+    card(0 if "--quad" in flags else MANY)
+    runs_alike(tmp_path, *flags)
+    assert len(stores) == 1
+
+
+def test_a_new_size_is_a_new_store(card, stores, tmp_path, monkeypatch):
+    """The old one is gone before the new one comes."""
+    card(0)
+    fill, alive = placing.Filler.decode, []
+    monkeypatch.setattr(
+        placing.Filler, "decode", lambda *args: alive.append([len(s.pixels) > 0 for _, s in stores]) or fill(*args)
+    )
+    runs_alike(tmp_path, "--resize-schedule", "0:32,1:64")
+    assert [size for size, _ in stores] == [32, 64] and alive == [[], [False]]
+
+
+def test_a_run_that_is_resumed_opens_its_own(card, stores, tmp_path):
+    card()
+    line = ("--cache-images", "gpu", "--epochs", "3")
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    whole = results_of(small_run.run(tmp_path / "a", *FLAGS, *line))
+    stopped = small_run.arguments(tmp_path / "b", *FLAGS, *line)
+    finish = train.finish_epoch
+
+    def stop(epoch, *args):
+        finish(epoch, *args)
+        if epoch == 0:
+            args[-1].wait()  # the checkpoint is written by a thread
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(train, "finish_epoch", stop)
+        small_run.run_line(stopped)
+    last = tmp_path / "b/runs/run/weights/last.pt"
+    run = small_run.run_line(["--resume", str(last)])
+    assert results_of(run) == whole and len(stores) == 3
+
+
+def test_validation_is_decoded_once(card, tmp_path, monkeypatch):
+    card()
+    seen, open_loaders = [], train.open_loaders
+    monkeypatch.setattr(train, "open_loaders", lambda *args: seen.append(open_loaders(*args)) or seen[-1])
+    small_run.run(tmp_path, *FLAGS, "--cache-images", "gpu", "--epochs", "3")
+    val = seen[0].val
+    assert isinstance(val, KeptBatches) and val.loader is None and val.dataset.imgs == [None] * 6
+
+
+def test_on_a_cpu_it_is_ram_and_said(tmp_path, caplog):
+    run = small_run.run(tmp_path, *FLAGS, "--cache-images", "gpu", "--epochs", "1")
+    assert results_of(run)
+    (warning,) = [record.message for record in caplog.records if "--cache-images" in record.message]
+    assert warning == (
+        "--cache-images gpu: Triton and a GPU are needed (loader: not images beside the model, if they fit (data/gpu))"
+    )
