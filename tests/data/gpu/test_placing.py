@@ -1,6 +1,7 @@
 """Where images go for given amounts of memory, that they are the right ones there, and what is said."""
 
 import logging
+import random
 
 import numpy as np
 import pytest
@@ -177,3 +178,50 @@ def test_a_closed_store_takes_the_memory_from_everybody(folder, monkeypatch):
     store.close()
     assert not len(store.pixels) and not dataset.imgs[0].any()
     store.close()
+
+
+# ---- what --fast does by itself --------------------------------------------------------------------------------------
+
+
+def unasked(dataset, rate, **options):
+    """As `opened`, for a GPU that trains `rate` images a second."""
+    return open_store(dataset, 2, device=CPU, step_cost=lambda: (0, 1 / rate), is_asked=False, **options)
+
+
+@pytest.fixture
+def sample_time(monkeypatch):
+    monkeypatch.setattr(placing, "usable_cores", lambda: 8)
+    monkeypatch.setattr(placing, "seconds_of_sample", lambda dataset: 0.002)
+
+
+def test_workers_that_are_fast_enough_are_left_alone(folder, monkeypatch, caplog, sample_time):
+    simulate(monkeypatch)
+    caplog.set_level(logging.INFO)
+    dataset = open_set(folder)
+    assert unasked(dataset, 600) is None and dataset.imgs == [None] * 12 and dataset.memory_cache is None
+    assert caplog.messages[-1] == (
+        "images: read from their files: 2 workers make about 1000 images/s, the GPU trains about 600"
+    )
+
+
+def test_workers_that_are_too_slow_get_images_beside_the_model(folder, monkeypatch, sample_time):
+    simulate(monkeypatch)
+    dataset = open_set(folder)
+    assert_holds(unasked(dataset, 700), dataset, folder)
+
+
+def test_nobody_asked_for_ram(folder, monkeypatch, caplog, sample_time):
+    simulate(monkeypatch, on_card=0, on_host=0)
+    caplog.set_level(logging.INFO)
+    dataset = open_set(folder)
+    assert unasked(dataset, 700) is None and dataset.imgs == [None] * 12
+    assert "0.1 MB read from their files: the GPU has 0" in caplog.messages[-1]
+
+
+def test_the_time_of_a_sample_is_measured_without_a_trace(folder):
+    dataset = open_set(folder, golden_data.ALL_AUGMENTATIONS)
+    golden_data.seed_both(3)
+    before = random.random(), np.random.random()
+    golden_data.seed_both(3)
+    assert 1e-6 < placing.seconds_of_sample(dataset) < 5
+    assert (random.random(), np.random.random()) == before
