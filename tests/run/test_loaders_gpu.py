@@ -1,8 +1,11 @@
 """Whole runs with --cache-images gpu, the CPU as the card: the same results as without, and nothing left."""
 
 import logging
+import multiprocessing
+import threading
 
 import pytest
+import torch
 
 import train
 from tests import small_run
@@ -125,3 +128,39 @@ def test_on_a_cpu_it_is_ram_and_said(tmp_path, caplog):
     assert warning == (
         "--cache-images gpu: Triton and a GPU are needed (loader: not images beside the model, if they fit (data/gpu))"
     )
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (RuntimeError("CUDA error: unspecified launch failure\nmore"), 2, "failure; the GPU failed, train.py --resume"),
+        (ValueError("a.jpg: cannot be opened (No such file)"), 2, "error: a.jpg: cannot be opened"),
+        (KeyboardInterrupt(), 130, "interrupted; train.py --resume"),
+    ],
+)
+def test_what_ends_a_run_while_it_reads_is_a_sentence(error, status, words, card, tmp_path, monkeypatch, capsys):
+    card(0)
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr("utils.data.gpu.filling.load_scanned", fail)
+    line = small_run.arguments(tmp_path, *FLAGS, "--cache-images", "gpu")
+    assert small_run.program("train", line) == status
+    assert words in capsys.readouterr().err and not (tmp_path / "runs").exists()
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("ThreadPool")]
+    assert not threads and not multiprocessing.active_children()
+
+
+def test_a_card_that_is_full_in_training_names_the_images(card, tmp_path, monkeypatch, capsys):
+    card()
+
+    def full(*_):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+    monkeypatch.setattr("utils.fast.train_step.FastSteps.step", full)
+    assert small_run.program("train", small_run.arguments(tmp_path, *FLAGS, "--cache-images", "gpu")) == 2
+    assert "a smaller --img-size, or --amp fp16, or --cache-images ram (CUDA out of" in capsys.readouterr().err
