@@ -115,8 +115,14 @@ def copy_paste(img, labels, segments, probability):
     return img, labels, segments
 
 
-def pastein(img, labels, samples):
-    """Try 20 times to paste one of `samples` into `img`, in place, where it hides little; returns the labels.
+def paste_visible(img, pixels, x, y):
+    """Copy what is not 0 of `pixels` [h x w x 3] into `img`, in place, with the corner at (x, y)."""
+    height, width = pixels.shape[:2]
+    np.copyto(img[y : y + height, x : x + width], pixels, where=pixels > 0)
+
+
+def pastein(img, labels, samples, paste=paste_visible):
+    """Try 20 times to `paste` one of `samples` into `img`, in place, where it hides little; returns the labels.
 
     Makes its draws even without samples.
     """
@@ -131,7 +137,7 @@ def pastein(img, labels, samples):
         if (bbox_ioa(np.array(place), labels[:, 1:5]) >= MAX_OVERLAP).any():
             continue
         sample = samples[random.randint(0, len(samples) - 1)]
-        pasted = _paste(img, sample, place)
+        pasted = _paste(img, sample, place, paste)
         if pasted is not None:
             label = np.array([[sample.category, *pasted]], labels.dtype)
             labels = np.concatenate((labels, label))
@@ -147,7 +153,7 @@ def _draw_place(height, width, scale):
     return x1, y1, min(width, x1 + place_width), min(height, y1 + place_height)
 
 
-def _paste(img, sample, place):
+def _paste(img, sample, place, paste):
     """Scale `sample` into the corner of `place` and copy it; its box (x1, y1, x2, y2), or None if too small."""
     x1, y1, x2, y2 = place
     sample_width, sample_height = sample.size
@@ -156,8 +162,7 @@ def _paste(img, sample, place):
     if width <= 10 or height <= 10:
         return None
     pixels = cv2.resize(sample.cut_out(), (width, height))
-    visible = pixels > 0
-    if np.count_nonzero(visible) <= 60:  # stock behaviour: counts channel values, not pixels
+    if np.count_nonzero(pixels) <= 60:  # stock behaviour: counts channel values, not pixels
         return None
-    np.copyto(img[y1 : y1 + height, x1 : x1 + width], pixels, where=visible)
+    paste(img, pixels, x1, y1)
     return x1, y1, x1 + width, y1 + height

@@ -10,9 +10,9 @@ from torch.utils.data import BatchSampler
 
 from utils.data.dataset import LoadImagesAndLabels
 from utils.data.epoch_loader import EpochLoader, NamedErrors
-from utils.data.fast.deferred import CAPACITY, STEPS, rounding_mode, steps_bytes
-from utils.data.fast.device_augment import agrees_with_table, gpu_agrees
-from utils.data.fast.shm_batches import SharedMemoryLoader, choose_micro_batch, ring_length
+from utils.data.fast.deferred import CAPACITY, STEPS, DeferredDataset, rounding_mode, steps_bytes
+from utils.data.fast.device_augment import DeferredBatch, agrees_with_table, gpu_agrees
+from utils.data.fast.shm_batches import LateSteps, SharedMemoryLoader, choose_micro_batch, ring_length
 from utils.data.fast.worker_pool import can_fork
 from utils.data.keyed_dataset import KeyedDataset, SeededQuad, WithKeys
 from utils.data.sampler import EpochOrder, ShortEpochs
@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 class LoaderOptions:
     """What the flags ask of a loader. `timeout` in seconds; `seed` None: the generators go their own way.
 
-    `max_batches` is the length of an epoch at most; None: the whole data set.
+    `max_batches` is the length of an epoch at most; None: the whole data set. `compose(dataset, with_groups)` gives the
+    LateSteps of a data set whose images a GPU holds, or None.
     """
 
     persistent_workers: bool = False
@@ -40,6 +41,7 @@ class LoaderOptions:
     defer_affine: bool = True  # with its affines
     max_batches: int | None = None
     open_store: Callable | None = None  # (data set, workers) -> its images where a GPU reads them, None if it cannot
+    compose: Callable[[LoadImagesAndLabels, bool], LateSteps | None] | None = None
 
 
 def build_loader(dataset: LoadImagesAndLabels, batch_size: int, workers: int, options: LoaderOptions, *,
@@ -65,23 +67,24 @@ def build_loader(dataset: LoadImagesAndLabels, batch_size: int, workers: int, op
         source.share_indices()
     if not options.worker_tensor:
         return _torch_loader(source, batches, batch_size, workers, options, image_weights, collate_fn, collate_fn4)
-    options = _agreed(options, dataset, collate_fn4)
     return _shared_memory_loader(source, batches, batch_size, workers, options, image_weights, collate_fn4)
 
 
-def _agreed(options, dataset, collate_group):
-    """`options` without the steps that this GPU would make otherwise than the host."""
-    while num_bytes := deferred_bytes(dataset, collate_group, options.defer_affine) if options.defer_steps else 0:
-        has_affine = num_bytes > STEPS
-        if gpu_agrees(dataset.img_size, has_affine):
-            break
-        options = replace(options, defer_affine=False, defer_steps=has_affine)
-    return options
+def _late_steps(options, dataset, collate_group):
+    """The LateSteps of the samples, or None; without those that this GPU would make otherwise than the host."""
+    late = options.compose(dataset, collate_group is not None) if options.compose else None
+    if late or not options.defer_steps:
+        return late
+    for with_affine in (True, False) if options.defer_affine else (False,):
+        num_bytes = deferred_bytes(dataset, collate_group, with_affine)
+        if num_bytes and gpu_agrees(dataset.img_size, num_bytes > STEPS):
+            return LateSteps(num_bytes, DeferredDataset, DeferredBatch, CAPACITY if num_bytes > STEPS else 1)
+    return None
 
 
 def _shared_memory_loader(source, batches, batch_size, workers, options, image_weights, collate_fn4):
-    num_step_bytes = deferred_bytes(source.dataset, collate_fn4, options.defer_affine) if options.defer_steps else 0
-    batch_bytes = _batch_bytes(source.dataset, batch_size, collate_fn4) * (CAPACITY if num_step_bytes > STEPS else 1)
+    late = _late_steps(options, source.dataset, collate_fn4)
+    batch_bytes = _batch_bytes(source.dataset, batch_size, collate_fn4) * (late.room if late else 1)
     micro_batch = min(options.micro_batch_size or choose_micro_batch(batch_size, workers), batch_size)
     prefetch = options.prefetch_factor or 2
     check_memory(
@@ -91,7 +94,7 @@ def _shared_memory_loader(source, batches, batch_size, workers, options, image_w
     return SharedMemoryLoader(
         source, batches, batch_size, batch_bytes, workers, micro_batch=micro_batch, prefetch=prefetch,
         timeout=options.timeout, collate_group=collate_fn4, endless=not image_weights,
-        persistent=options.persistent_workers, lock_pages=torch.cuda.is_available(), num_step_bytes=num_step_bytes,
+        persistent=options.persistent_workers, lock_pages=torch.cuda.is_available(), late=late,
     )  # fmt: skip
 
 
@@ -141,4 +144,6 @@ def possible_options(options, workers, warn=True):
         flags = " ".join(f"--{name.replace('_', '-')}" for name in names)
         why = "this system cannot fork" if workers else "there are no loader workers (--workers 0, or a batch of one)"
         logger.warning("%s: %s; the reference loader is used", flags, why)
-    return replace(options, persistent_workers=False, worker_tensor=False, micro_batch_size=0, defer_steps=False)
+    return replace(
+        options, persistent_workers=False, worker_tensor=False, micro_batch_size=0, defer_steps=False, compose=None
+    )
