@@ -8,7 +8,7 @@ import torch
 from utils.config.options import check_train_options, train_parser
 from utils.data.fast.loader import LoaderOptions
 from utils.data.gpu.kept_batches import keep
-from utils.data.gpu.placing import open_store
+from utils.data.gpu.placing import open_images
 from utils.engine import batches
 from utils.fast.async_checkpoint import BackgroundCheckpoints
 from utils.fast.compile import CompileOptions, compile_model
@@ -255,14 +255,14 @@ def cores(monkeypatch):
 def test_images_on_the_gpu_are_asked_for(kernels, caplog):
     caplog.set_level("INFO")
     paths = choose("--cache-images", "gpu", *STEP, "--fast-val")
-    store = paths.loader["open_store"]
+    store = paths.loader["compose"]
     LoaderOptions(**paths.loader)
-    assert store.func is open_store and store.keywords == {"device": torch.device("cuda"), "is_asked": True}
+    assert store.func is open_images and store.keywords == {"device": torch.device("cuda"), "is_asked": True}
     assert paths.kept.func is keep and paths.kept.keywords == {"device": torch.device("cuda")}
     assert "loader        | images beside the model, if they fit (data/gpu) | --cache-images gpu" in caplog.text
     assert choose("--cache-images", "gpu", *STEP).kept is None
     for other in (("--cache-images", "ram"), ("--cache-images", "disk"), ("--cache-images",), ()):
-        assert "open_store" not in choose(*other, *STEP).loader
+        assert "compose" not in choose(*other, *STEP).loader
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_images_on_the_gpu_are_asked_for(kernels, caplog):
     [((), "cpu", "Triton and a GPU are needed"), (("--workers", "0"), "cuda", "there are no loader workers")],
 )
 def test_images_that_cannot_be_there_are_a_warning(flags, device, reason, kernels, caplog):
-    assert "open_store" not in choose("--cache-images", "gpu", *STEP, *flags, device=device).loader
+    assert "compose" not in choose("--cache-images", "gpu", *STEP, *flags, device=device).loader
     (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert warning.startswith(f"--cache-images gpu: {reason}")
 
@@ -290,9 +290,9 @@ def test_fast_looks_at_the_cores(count, processes, flags, is_chosen, kernels, co
     caplog.set_level("INFO")
     cores(count, processes)
     paths = choose("--fast", *flags)
-    assert ("open_store" in paths.loader) == is_chosen and paths.kept is None
+    assert ("compose" in paths.loader) == is_chosen and paths.kept is None
     if is_chosen:
-        assert paths.loader["open_store"].keywords["is_asked"] is False
+        assert paths.loader["compose"].keywords["is_asked"] is False
         assert "| --fast, on 8 cores a GPU: if they are too few" in caplog.text
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 

@@ -38,14 +38,14 @@ def card(monkeypatch):
 @pytest.fixture
 def stores(monkeypatch):
     """(size of the images, the ImageStore or None) of all that a run opens."""
-    opened, open_store = [], placing.open_store
+    opened, open_images = [], placing.open_images
 
     def watched(dataset, *args, **options):
-        store = open_store(dataset, *args, **options)
-        opened.append((dataset.img_size, store))
-        return store
+        late = open_images(dataset, *args, **options)
+        opened.append((dataset.img_size, dataset.image_store))
+        return late
 
-    monkeypatch.setattr(placing, "open_store", watched)
+    monkeypatch.setattr(placing, "open_images", watched)
     return opened
 
 

@@ -26,7 +26,7 @@ from utils.system.cores import usable_cores
 
 logger = logging.getLogger(__name__)
 
-OPEN_STORE = "open_store"  # field of LoaderOptions
+COMPOSE = "compose"  # field of LoaderOptions
 MOST_WORKERS = 16  # cores that keep any of the GPUs busy that were measured; and as many workers are enough
 LOADER_FLAGS = ("fast", "fast_dataloader", "persistent_workers", "worker_tensor", "micro_batch_size", "prefetch_factor",
                 "max_iter", "seed")  # fmt: skip
@@ -97,8 +97,8 @@ def table(opt: Namespace, device: torch.device) -> tuple[FastPath, ...]:
         FastPath("loader", describe(loader), " ".join(filter(None, (asked(opt, name) for name in LOADER_FLAGS))), None,
                  lambda _: asking_ahead(loader, opt, device)),
         FastPath("loader", "images beside the model, if they fit (data/gpu)", images, why_no_images(opt, device),
-                 lambda loader: loader | {OPEN_STORE: partial(load("utils.data.gpu.placing:open_store"), device=device,
-                                                              is_asked=has_asked)}, is_loud=has_asked),
+                 lambda loader: loader | {COMPOSE: partial(load("utils.data.gpu.placing:open_images"), device=device,
+                                                           is_asked=has_asked)}, is_loud=has_asked),
         FastPath("kept", "validation batches stay beside the model", validation if has_asked else None,
                  why_not_kept(opt, device),
                  lambda _: partial(load("utils.data.gpu.kept_batches:keep"), device=device)),

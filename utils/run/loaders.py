@@ -16,7 +16,7 @@ from utils.data.scan import check_has_boxes, check_labels
 from utils.datasets import LoadImagesAndLabels, create_dataloader
 from utils.run import auto_batch
 from utils.run.context import Run
-from utils.run.fast_paths import OPEN_STORE, Paths
+from utils.run.fast_paths import COMPOSE, Paths
 from utils.system import random_state
 from utils.system.files import counted
 
@@ -61,9 +61,9 @@ def open_loaders(run: Run, paths: Paths, stride: int, first_epoch: int, build_mo
     training takes is measured once, if images are to lie beside it.
     """
     step_cost, fast = cache(partial(auto_batch.step_cost, run, build_model)), dict(paths.loader)
-    if OPEN_STORE in fast:
+    if COMPOSE in fast:
         is_shared = run.ranks.world_size > 1
-        fast[OPEN_STORE] = partial(fast[OPEN_STORE], step_cost=step_cost, prefix="train: ", is_shared=is_shared)
+        fast[COMPOSE] = partial(fast[COMPOSE], step_cost=step_cost, prefix="train: ", is_shared=is_shared)
     sizes = resize_schedule.from_options(run.options).rounded(partial(check_img_size, s=stride))
     open_training = partial(open_train_loader, run, fast, stride)
     image_size = sizes.at(first_epoch)
@@ -83,7 +83,7 @@ def open_train_loader(run, fast, stride, image_size, first_epoch):
     opt, ranks = run.options, run.ranks
     loader, dataset = create_dataloader(
         run.data.train, image_size, opt.batch_size, stride, opt, hyp=run.hyp, augment=not opt.overfit,
-        cache=_cache_of_data_set(opt, OPEN_STORE in fast), rect=opt.rect, rank=ranks.rank, world_size=ranks.world_size,
+        cache=_cache_of_data_set(opt, COMPOSE in fast), rect=opt.rect, rank=ranks.rank, world_size=ranks.world_size,
         image_weights=opt.image_weights, quad=opt.quad, prefix="train: ", subset_filter=subset.from_options(opt),
         keypoints=run.data.keypoints, **_loader_options(opt, fast, first_epoch),
     )  # fmt: skip
@@ -106,7 +106,7 @@ def open_val_loader(run, fast, stride, first_epoch, row_forms, share=None, keep=
     opt, image_size = run.options, check_img_size(run.options.img_size[1], stride)
     path, subset_filter = (run.data.train, subset.from_options(opt)) if opt.overfit else (run.data.val, None)
     # --max-iter shortens training only, and only training batches pass where the GPU does the last steps
-    fast = {name: value for name, value in fast.items() if name not in ("max_batches", "defer_steps", OPEN_STORE)}
+    fast = {name: value for name, value in fast.items() if name not in ("max_batches", "defer_steps", COMPOSE)}
     loader, dataset = create_dataloader(
         path, image_size, opt.test_batch_size or opt.batch_size * 2, stride, opt, hyp=run.hyp,
         cache=not opt.notest and _cache_of_data_set(opt, keep), rect=not opt.overfit, pad=0.5,

@@ -63,7 +63,7 @@ def read(folder, changes, options, compose=None):
     return batches
 
 
-def with_store(dataset, with_groups):
+def with_store(dataset, workers, with_groups):
     """What a run does: it fills the store, then asks."""
     dataset.image_store = store_of(dataset, DEVICE)
     return open_composing(dataset, with_groups)

@@ -6,13 +6,14 @@ import numpy as np
 import torch
 
 from tests import golden_data
+from utils.data.fast.shm_batches import LateSteps
 from utils.data.gpu import placing
 from utils.data.gpu.host_memory import HostMemory
 from utils.data.images import load_image
 from utils.datasets import LoadImagesAndLabels
 
 CPU = torch.device("cpu")
-PLAIN = golden_data.ALL_AUGMENTATIONS | dict.fromkeys(placing.MADE_BY_WORKERS, 0.0)
+PLAIN = golden_data.ALL_AUGMENTATIONS | dict.fromkeys(("paste_in", "copy_paste", "perspective"), 0.0)
 MANY = 10**12  # bytes
 
 
@@ -21,8 +22,24 @@ def open_set(folder, hyp=PLAIN, **options):
     return LoadImagesAndLabels(str(folder / "all.txt"), hyp=hyp, **options)
 
 
+class Undrawn(LoadImagesAndLabels):
+    """A data set whose samples are made by the workers after all."""
+
+    def __init__(self, dataset):
+        vars(self).update(vars(dataset))
+
+    def begin(self, steps):
+        pass
+
+
+def composing(dataset, with_groups):
+    """What stands for `open_composing` where no kernel runs."""
+    return dataset.image_store and LateSteps(16, Undrawn, lambda pixels, steps: pixels)
+
+
 def simulate(monkeypatch, on_card=MANY, on_host=MANY, refusal=None):
     """A card and a host with so many bytes free; `refusal` says why no page can be locked."""
+    monkeypatch.setattr(placing, "open_composing", composing)
     asked = SimpleNamespace(locked=[])
     monkeypatch.setattr(placing, "room_on_card", lambda device, num_bytes, step: (on_card, f"the GPU has {on_card}"))
     monkeypatch.setattr(placing, "room_on_host", lambda: on_host)

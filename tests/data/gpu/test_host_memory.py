@@ -74,7 +74,7 @@ def test_two_processes_share_the_decoding(where, tmp_path, monkeypatch):
 
     def body(rank):
         dataset = open_set(folder)
-        store = placing.open_store(dataset, 2, device=CPU, step_cost=None, is_shared=True)
+        store = placing.open_store(dataset, CPU, None, is_shared=True)[0]
         assert 0 < len(read) < 12 and (store.host is None) == (where == "card")
         assert_holds(store, dataset, folder)
         store.close()
@@ -90,7 +90,7 @@ def test_processes_agree_on_the_place(tmp_path, monkeypatch):
 
     def body(rank):
         simulate(monkeypatch, on_card=0 if rank else 10**12)
-        assert placing.open_store(open_set(folder), 2, device=CPU, step_cost=None, is_shared=True).host is not None
+        assert placing.open_store(open_set(folder), CPU, None, is_shared=True)[0].host is not None
         simulate(monkeypatch)
 
         def full(*_):
@@ -98,10 +98,10 @@ def test_processes_agree_on_the_place(tmp_path, monkeypatch):
 
         if rank:
             monkeypatch.setattr(filling.Filler, "_staging", full)
-        store = placing.open_store(open_set(folder), 2, device=CPU, step_cost=None, is_shared=True)
+        store = placing.open_store(open_set(folder), CPU, None, is_shared=True)[0]
         assert store.host is not None
         simulate(monkeypatch, on_card=0, refusal="refused" if rank else None)
-        assert placing.open_store(open_set(folder), 2, device=CPU, step_cost=None, is_shared=True) is None
+        assert placing.open_store(open_set(folder), CPU, None, is_shared=True)[0] is None
 
     assert [ended.status for ended in run_ranks(body, tmp_path)] == [0, 0]
 
@@ -120,7 +120,7 @@ with pytest.MonkeyPatch.context() as patch:
         return decode(*args)
     patch.setattr(filling, "load_scanned", slow)
     from pathlib import Path
-    placing.open_store(open_set(Path(sys.argv[1])), 2, device=CPU, step_cost=None)
+    placing.open_store(open_set(Path(sys.argv[1])), CPU, None)
 """
 
 
@@ -174,7 +174,7 @@ def test_images_on_a_gpu(where, tmp_path, monkeypatch):
     folder, device = golden_data.copy_dataset(tmp_path), torch.device("cuda", 0)
     monkeypatch.setattr(placing, "room_on_card", lambda *_: (10**12 if where == "card" else 0, "simulated"))
     dataset = open_set(folder)
-    store = placing.open_store(dataset, 2, device=device, step_cost=None)
+    store = placing.open_store(dataset, device, None)[0]
     assert store.pixels.is_cuda and (store.host is None) == (where == "card")
     assert_holds(store, dataset, folder)
     store.close()

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests import golden_data
-from tests.data.gpu.store_cases import CPU, MANY, PLAIN, assert_holds, open_set, simulate
+from tests.data.gpu.store_cases import CPU, MANY, PLAIN, Undrawn, assert_holds, open_set, simulate
 from utils.data.gpu import filling, placing
-from utils.data.gpu.placing import BOTH, CARD, HOST, open_store, possible_places
+from utils.data.gpu.placing import BOTH, CARD, HOST, open_images, open_store, possible_places
 from utils.data.images import load_image
 
 PASTING = PLAIN | {"paste_in": 0.1}
@@ -21,8 +21,14 @@ def folder(tmp_path):
     return golden_data.copy_dataset(tmp_path)
 
 
-def opened(dataset, **options):
-    return open_store(dataset, 2, device=CPU, step_cost=None, prefix="train: ", **options)
+def opened(dataset):
+    """Its ImageStore."""
+    return open_store(dataset, CPU, None, "train: ")[0]
+
+
+def composed(dataset, workers=2, with_groups=False):
+    """Its LateSteps."""
+    return open_images(dataset, workers, with_groups, device=CPU, step_cost=None, prefix="train: ")
 
 
 @pytest.mark.parametrize(
@@ -44,7 +50,13 @@ def test_where_five_bytes_fit(on_card, on_host, workers_read, places):
     ("on_card", "on_host", "hyp", "where", "on_workers_side"),
     [
         (MANY, MANY, PLAIN, "on the GPU, beside the model: the GPU has", False),
-        (MANY, MANY, PASTING, "on the GPU, beside the model, and in RAM for the samples that workers make: ", True),
+        (
+            MANY,
+            MANY,
+            PASTING,
+            "on the GPU, beside the model, and in RAM for the workers, which cut out objects to paste: ",
+            True,
+        ),
         (MANY, 100, PASTING, "on the GPU, beside the model: ", False),
         (100, MANY, PLAIN, "in page-locked memory, which the GPU reads over PCIe: the GPU has 100", True),
     ],
@@ -81,7 +93,7 @@ def test_training_samples_are_those_of_the_files(folder, monkeypatch):
 def test_refused_page_locking_means_ram(folder, monkeypatch, caplog):
     simulate(monkeypatch, on_card=100, refusal="refused (ulimit -l is 8.0 MB)")
     dataset = open_set(folder)
-    assert opened(dataset) is None
+    assert composed(dataset) is None and dataset.image_store is None
     message = caplog.messages[-1]
     assert message == (
         "train: images: 0.1 MB in RAM, as with --cache-images ram: the GPU has 100; refused (ulimit -l is 8.0 MB)"
@@ -94,13 +106,39 @@ def test_too_little_of_everything_is_said(folder, monkeypatch):
     simulate(monkeypatch, on_card=100, on_host=200)
     monkeypatch.setattr("utils.system.memory.available_memory", lambda: 1000)
     with pytest.raises(ValueError, match="--cache-images needs 0.1 MB, and 0.0 MB of memory are free"):
-        opened(open_set(folder))
+        composed(open_set(folder))
 
 
 def test_memory_of_a_container_counts(folder, monkeypatch, caplog):
     simulate(monkeypatch, on_card=100, on_host=200)
-    assert opened(open_set(folder)) is None
+    assert composed(open_set(folder)) is None
     assert "the GPU has 100; 0.0 MB of memory can be page-locked" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("hyp", "workers", "with_groups", "reason"),
+    [
+        ({}, 0, False, "there are no workers of --worker-tensor"),
+        ({}, 2, True, "--quad makes one image of four"),
+        ({"perspective": 0.001}, 2, False, "perspective is not 0"),
+    ],
+)
+def test_what_cannot_be_composed_is_in_ram_at_once(hyp, workers, with_groups, reason, folder, monkeypatch, caplog):
+    monkeypatch.setattr(placing, "open_store", None)
+    dataset = open_set(folder, PLAIN | hyp)
+    assert composed(dataset, workers, with_groups) is None and dataset.imgs[0] is not None
+    assert caplog.messages[-1] == f"train: images: 0.1 MB in RAM, as with --cache-images ram: {reason}"
+
+
+@pytest.mark.parametrize("on_card", [MANY, 0])
+def test_a_gpu_that_makes_other_pixels(on_card, folder, monkeypatch, caplog):
+    """Which only shows when it has the images."""
+    simulate(monkeypatch, on_card)
+    monkeypatch.setattr(placing, "open_composing", lambda *_: None)
+    dataset = open_set(folder)
+    assert composed(dataset) is None and dataset.image_store is None
+    assert caplog.messages[-1].endswith("ram: the GPU does not compose as the host does")
+    assert all(img.any() for img in dataset.imgs)
 
 
 @pytest.mark.parametrize("when", ["taken", "filled"])
@@ -183,9 +221,9 @@ def test_a_closed_store_takes_the_memory_from_everybody(folder, monkeypatch):
 # ---- what --fast does by itself --------------------------------------------------------------------------------------
 
 
-def unasked(dataset, rate, **options):
-    """As `opened`, for a GPU that trains `rate` images a second."""
-    return open_store(dataset, 2, device=CPU, step_cost=lambda: (0, 1 / rate), is_asked=False, **options)
+def unasked(dataset, rate):
+    """As `composed`, for a GPU that trains `rate` images a second."""
+    return open_images(dataset, 2, False, device=CPU, step_cost=lambda: (0, 1 / rate), is_asked=False)
 
 
 @pytest.fixture
@@ -200,14 +238,15 @@ def test_workers_that_are_fast_enough_are_left_alone(folder, monkeypatch, caplog
     dataset = open_set(folder)
     assert unasked(dataset, 600) is None and dataset.imgs == [None] * 12 and dataset.memory_cache is None
     assert caplog.messages[-1] == (
-        "images: read from their files: 2 workers make about 1000 images/s, the GPU trains about 600"
+        "images: 0.1 MB read from their files: 2 workers make about 1000 images/s, the GPU trains about 600"
     )
 
 
 def test_workers_that_are_too_slow_get_images_beside_the_model(folder, monkeypatch, sample_time):
     simulate(monkeypatch)
     dataset = open_set(folder)
-    assert_holds(unasked(dataset, 700), dataset, folder)
+    assert unasked(dataset, 700).dataset is Undrawn
+    assert_holds(dataset.image_store, dataset, folder)
 
 
 def test_nobody_asked_for_ram(folder, monkeypatch, caplog, sample_time):

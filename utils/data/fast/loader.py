@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 class LoaderOptions:
     """What the flags ask of a loader. `timeout` in seconds; `seed` None: the generators go their own way.
 
-    `max_batches` is the length of an epoch at most; None: the whole data set. `compose(dataset, with_groups)` gives the
-    LateSteps of a data set whose images a GPU holds, or None.
+    `max_batches` is the length of an epoch at most; None: the whole data set. `compose(dataset, workers, with_groups)`
+    reads all images to where a GPU makes the samples of them, and returns the LateSteps for that; None if it cannot.
     """
 
     persistent_workers: bool = False
@@ -40,8 +40,7 @@ class LoaderOptions:
     defer_steps: bool = False  # the consumer understands a DeferredBatch
     defer_affine: bool = True  # with its affines
     max_batches: int | None = None
-    open_store: Callable | None = None  # (data set, workers) -> its images where a GPU reads them, None if it cannot
-    compose: Callable[[LoadImagesAndLabels, bool], LateSteps | None] | None = None
+    compose: Callable[[LoadImagesAndLabels, int, bool], LateSteps | None] | None = None
 
 
 def build_loader(dataset: LoadImagesAndLabels, batch_size: int, workers: int, options: LoaderOptions, *,
@@ -61,29 +60,28 @@ def build_loader(dataset: LoadImagesAndLabels, batch_size: int, workers: int, op
     if options.max_batches:
         batches = ShortEpochs(batches, options.max_batches, options.first_epoch)
     options = possible_options(options, workers, warn=dataset.augment)
-    if options.open_store:  # before there are workers, which inherit it
-        dataset.image_store = options.open_store(dataset, workers if options.worker_tensor else 0)
+    late = None
+    if options.compose:  # before there are workers, which inherit the images
+        late = options.compose(dataset, workers if options.worker_tensor else 0, collate_fn4 is not None)
     if image_weights and options.persistent_workers:
         source.share_indices()
     if not options.worker_tensor:
         return _torch_loader(source, batches, batch_size, workers, options, image_weights, collate_fn, collate_fn4)
-    return _shared_memory_loader(source, batches, batch_size, workers, options, image_weights, collate_fn4)
+    if late is None and options.defer_steps:
+        late = _deferred_steps(dataset, collate_fn4, options.defer_affine)
+    return _shared_memory_loader(source, batches, batch_size, workers, options, image_weights, collate_fn4, late)
 
 
-def _late_steps(options, dataset, collate_group):
+def _deferred_steps(dataset, collate_group, defer_affine):
     """The LateSteps of the samples, or None; without those that this GPU would make otherwise than the host."""
-    late = options.compose(dataset, collate_group is not None) if options.compose else None
-    if late or not options.defer_steps:
-        return late
-    for with_affine in (True, False) if options.defer_affine else (False,):
+    for with_affine in (True, False) if defer_affine else (False,):
         num_bytes = deferred_bytes(dataset, collate_group, with_affine)
         if num_bytes and gpu_agrees(dataset.img_size, num_bytes > STEPS):
             return LateSteps(num_bytes, DeferredDataset, DeferredBatch, CAPACITY if num_bytes > STEPS else 1)
     return None
 
 
-def _shared_memory_loader(source, batches, batch_size, workers, options, image_weights, collate_fn4):
-    late = _late_steps(options, source.dataset, collate_fn4)
+def _shared_memory_loader(source, batches, batch_size, workers, options, image_weights, collate_fn4, late):
     batch_bytes = _batch_bytes(source.dataset, batch_size, collate_fn4) * (late.room if late else 1)
     micro_batch = min(options.micro_batch_size or choose_micro_batch(batch_size, workers), batch_size)
     prefetch = options.prefetch_factor or 2
@@ -144,6 +142,4 @@ def possible_options(options, workers, warn=True):
         flags = " ".join(f"--{name.replace('_', '-')}" for name in names)
         why = "this system cannot fork" if workers else "there are no loader workers (--workers 0, or a batch of one)"
         logger.warning("%s: %s; the reference loader is used", flags, why)
-    return replace(
-        options, persistent_workers=False, worker_tensor=False, micro_batch_size=0, defer_steps=False, compose=None
-    )
+    return replace(options, persistent_workers=False, worker_tensor=False, micro_batch_size=0, defer_steps=False)

@@ -16,6 +16,8 @@ import torch
 
 from utils.data.dataset import LoadImagesAndLabels
 from utils.data.fast.deferred import DeferredDataset, steps_bytes
+from utils.data.fast.shm_batches import LateSteps
+from utils.data.gpu.compose import open_composing, why_not_composed
 from utils.data.gpu.filling import Filler
 from utils.data.gpu.host_memory import HostMemory, machine_mates
 from utils.data.gpu.store import ImageStore
@@ -32,7 +34,6 @@ HOST_RESERVE = 0.1  # share of the free memory of the host: page-locked memory i
 HOST_LEAST = 2 * 10**9  # bytes that always stay free there
 FEW_SAMPLES = 16
 SURPLUS = 1.5  # times the rate of the GPU, measured without a graph: workers that make more are fast enough
-MADE_BY_WORKERS = ("paste_in", "copy_paste", "perspective")  # hyper-parameters
 
 
 class Place(NamedTuple):
@@ -45,7 +46,7 @@ class Place(NamedTuple):
 CARD, BOTH, HOST = Place(True, False), Place(True, True), Place(False, True)
 NAMES = {
     CARD: "on the GPU, beside the model",
-    BOTH: "on the GPU, beside the model, and in RAM for the samples that workers make",
+    BOTH: "on the GPU, beside the model, and in RAM for the workers, which cut out objects to paste",
     HOST: "in page-locked memory, which the GPU reads over PCIe",
 }
 
@@ -83,43 +84,65 @@ def room_on_host() -> float:
     return math.inf if available is None else available - max(HOST_RESERVE * available, HOST_LEAST)
 
 
-def open_store(
-    dataset: LoadImagesAndLabels, workers: int, *, device: torch.device, step_cost: Callable[[], tuple],
-    prefix: str = "", is_shared: bool = False, is_asked: bool = True,
-) -> ImageStore | None:  # fmt: skip
-    """Read all images of `dataset` to where they fit; None where no kernel will read them.
+def open_images(
+    dataset: LoadImagesAndLabels, workers: int, with_groups: bool, *, device: torch.device,
+    step_cost: Callable[[], tuple], prefix: str = "", is_shared: bool = False, is_asked: bool = True,
+) -> LateSteps | None:  # fmt: skip
+    """Read all images of `dataset` to where they fit, and return the LateSteps with which `workers` only draw.
 
-    `workers` will draw the samples. `step_cost` measures the bytes of the card and the seconds an image that training
-    takes. With `is_shared` all processes of the run call this at the same time, with equal data sets.
-
-    If the user has asked for it, what cannot be on the GPU is in RAM, as with --cache-images ram; raises ValueError if
-    not even RAM has room. Otherwise nothing is read unless the workers are too slow.
+    None where no GPU composes the samples. If the user has asked for it, the images are in RAM then, as with
+    --cache-images ram; raises ValueError if not even RAM has room. Otherwise nothing is read, nor if the workers are
+    fast enough. `step_cost` measures the bytes of the card and the seconds an image that training takes. `with_groups`:
+    four samples become one image. With `is_shared` all processes of the run call this at the same time, with equal data
+    sets.
     """
-    num_bytes = int(layout(dataset, dataset.img_size)[1][-1])
-    size, problems = describe_bytes(num_bytes), []
-    if not is_asked and (reason := _of_all(why_fast_enough(dataset, workers, step_cost), is_shared, all)):
-        logger.info("%simages: read from their files: %s", prefix, reason)
-        return None
-    if not workers:
-        problems.append("there are no workers of --worker-tensor")
-    else:
-        on_card, why = room_on_card(device, num_bytes, step_cost)
-        on_host, title = room_on_host(), f"{prefix}Reading images ({size})"
-        problems.append(why)
-        for place in _in_common(possible_places(num_bytes, on_card, on_host, workers_read(dataset)), is_shared):
-            store, problem = _filled(dataset, place, num_bytes, device, is_shared, title)
-            if store is not None:
-                logger.info("%simages: %s %s: %s", prefix, size, NAMES[place], "; ".join(problems))
-                return store
-            problems.append(problem)
-        if num_bytes > on_host:
-            problems.append(f"{describe_bytes(max(on_host, 0))} of memory can be page-locked")
+    size = describe_bytes(int(layout(dataset, dataset.img_size)[1][-1]))
+    obstacle = why_not_composed(dataset, with_groups) if workers else "there are no workers of --worker-tensor"
+    if obstacle is None and not is_asked:
+        obstacle = _of_all(why_fast_enough(dataset, workers, step_cost), is_shared, all)
+    problems = [obstacle or ""]
+    if not obstacle:
+        dataset.image_store, problems = open_store(dataset, device, step_cost, prefix, is_shared)
+        late = open_composing(dataset, with_groups)
+        if not _of_all(late is None, is_shared):
+            return late
+        _forget_store(dataset, problems)
     if is_asked:
         logger.warning("%simages: %s in RAM, as with --cache-images ram: %s", prefix, size, "; ".join(problems))
         use_memory_cache(dataset, prefix)
     else:
         logger.info("%simages: %s read from their files: %s", prefix, size, "; ".join(problems))
     return None
+
+
+def open_store(
+    dataset: LoadImagesAndLabels, device: torch.device, step_cost: Callable[[], tuple], prefix: str = "",
+    is_shared: bool = False,
+) -> tuple[ImageStore | None, list[str]]:  # fmt: skip
+    """(all images of `dataset`, where a kernel reads them, or None; what was found on the way); see `open_images`.
+
+    `dataset.imgs` are those in the memory of the host, if they are there.
+    """
+    num_bytes = int(layout(dataset, dataset.img_size)[1][-1])
+    on_card, why = room_on_card(device, num_bytes, step_cost)
+    on_host, size, problems = room_on_host(), describe_bytes(num_bytes), [why]
+    for place in _in_common(possible_places(num_bytes, on_card, on_host, workers_read(dataset)), is_shared):
+        store, problem = _filled(dataset, place, num_bytes, device, is_shared, f"{prefix}Reading images ({size})")
+        if store is not None:
+            logger.info("%simages: %s %s: %s", prefix, size, NAMES[place], "; ".join(problems))
+            return store, problems
+        problems.append(problem)
+    if num_bytes > on_host:
+        problems.append(f"{describe_bytes(max(on_host, 0))} of memory can be page-locked")
+    return None, problems
+
+
+def _forget_store(dataset, problems):
+    """Undo `open_store`, if it has opened one that the GPU cannot compose from."""
+    if dataset.image_store is not None:
+        dataset.image_store.close()
+        dataset.image_store, dataset.imgs = None, [None] * dataset.n
+        problems[:] = ["the GPU does not compose as the host does"]
 
 
 def why_fast_enough(dataset: LoadImagesAndLabels, workers: int, step_cost: Callable[[], tuple]) -> str | None:
@@ -146,8 +169,8 @@ def seconds_of_sample(dataset: LoadImagesAndLabels) -> float:
 
 
 def workers_read(dataset: LoadImagesAndLabels) -> bool:
-    """Whether the workers make some of the samples themselves, from pixels."""
-    return dataset.augment and any(dataset.hyp.get(key) for key in MADE_BY_WORKERS)
+    """Whether the workers need pixels for some of the samples: they cut out the objects that are pasted in."""
+    return dataset.augment and bool(dataset.hyp["paste_in"])
 
 
 def _filled(dataset, place, num_bytes, device, is_shared, title):
