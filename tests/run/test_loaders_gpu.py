@@ -2,7 +2,11 @@
 
 import logging
 import multiprocessing
+import os
+import subprocess
+import sys
 import threading
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from tests.test_train import results_of
 from utils.data.gpu import kept_batches, placing
 from utils.data.gpu.kept_batches import KeptBatches
 from utils.run import auto_batch, fast_paths
+from utils.system.files import PROJECT_ROOT
 
 FLAGS = ("--fast-step", "--fast-loss", "--worker-tensor", "--fast-val", "--workers", "2", "--seed", "3")
 MANY = 10**12
@@ -164,3 +169,13 @@ def test_a_card_that_is_full_in_training_names_the_images(card, tmp_path, monkey
     monkeypatch.setattr("utils.fast.train_step.FastSteps.step", full)
     assert small_run.program("train", small_run.arguments(tmp_path, *FLAGS, "--cache-images", "gpu")) == 2
     assert "a smaller --img-size, or --amp fp16, or --cache-images ram (CUDA out of" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_runs_whose_batches_are_composed():
+    interpreted = "0" if torch.cuda.is_available() else "1"
+    environment = {**os.environ, "TRITON_INTERPRET": interpreted, "OMP_NUM_THREADS": "1"}
+    cases = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/run/composed_run_cases.py"]
+    done = subprocess.run(cases, cwd=PROJECT_ROOT, env=environment, capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
