@@ -147,7 +147,7 @@ def print_tables(results, options):
         ]  # fmt: skip
         print("\n" + markdown.table(["loader", "workers", "img/s", "main"], rows))
         rows = [
-            [place, spread(times, "{:.3f}"), f"{100 * statistics.median(times) / options.step:.1f}" if options.step else "-"]
+            [place, spread(times, "{:.3f}"), options.step and f"{100 * statistics.median(times) / options.step:.1f}"]
             for place, times in results["kernel"].items()
         ]  # fmt: skip
         print("\n" + markdown.table(["kernel, images on the", "ms a batch", "% of a step"], rows))
