@@ -42,6 +42,10 @@ class ComposedBatch(NamedTuple):
         `room(number, shape)` gives a uint8 tensor there, another one for each number. Copies and work are queued on the
         current stream; pixels and recipes must stay as they are until then.
         """
+        return self.uploaded(room)()
+
+    def uploaded(self, room: Callable) -> Callable[[], torch.Tensor]:
+        """Queue the copies of `on_device`; returns the work that is left, the kernel."""
         header = self.recipes.numpy()
         used = header[:, USED : USED + 4].view(np.int32)[:, 0].astype(np.int64)
         starts = used.cumsum() - used
@@ -54,9 +58,13 @@ class ComposedBatch(NamedTuple):
         images = room(2, self.pixels.shape)
         from utils.data.gpu.compose_triton import compose  # here: it needs Triton
 
-        tables = conversion_tables(images.device)
-        compose(self.store.pixels, recipes, pixels, tables, rounding_mode(images.shape[2]), images)
-        return images.permute(0, 3, 1, 2)
+        tables, mode = conversion_tables(images.device), rounding_mode(images.shape[2])
+
+        def launch():
+            compose(self.store.pixels, recipes, pixels, tables, mode, images)
+            return images.permute(0, 3, 1, 2)
+
+        return launch
 
 
 def why_not_composed(dataset: LoadImagesAndLabels, with_groups: bool) -> str | None:
