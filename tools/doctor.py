@@ -91,8 +91,8 @@ def judge_gpu_memory(free, total):
 def judge_cores(usable, of_machine):
     found = f"{usable} of {of_machine}"
     if usable < 4:
-        return Row("CPU cores", found, SLOW, f"too few to feed a GPU: --workers {usable} --cache-images gpu, or rent 16 "
-                   "cores")  # fmt: skip
+        return Row("CPU cores", found, SLOW, f"too few to feed a GPU: --workers {usable} --cache-images gpu, or rent "
+                   "16 cores")  # fmt: skip
     return Row("CPU cores", found, OK, f"--workers {min(usable, 16)}")
 
 

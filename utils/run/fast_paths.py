@@ -158,6 +158,7 @@ def for_trials(opt: Namespace, device: torch.device) -> Paths:
         "fast_step": opt.fast_step or every,
         "fast_loss": opt.fast_loss or every,
         "world_size": 1,  # each process tries sizes of its own
+        "cache_images": False,  # their batches are noise
     }
     return fill_seams(Namespace(**vars(opt) | flags), device)[0]
 

@@ -58,6 +58,8 @@ class Filler:
                 part.copy_(torch.from_numpy(self.host[piece.start : piece.stop]))
 
     def _decode(self, piece):
+        if self.card is not None and self.card.is_cuda:
+            torch.cuda.set_device(self.card.device)  # a thread begins with the first one, where it would make a context
         size = piece.stop - piece.start
         place = self._staging(size) if self.host is None else self.host[piece.start : piece.stop]
         for i in piece.images:
