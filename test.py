@@ -13,7 +13,7 @@ import torch
 from models.experimental import attempt_load
 from utils.config.data_yaml import check_same_names, load_data_yaml
 from utils.config.options import check_img_size, check_test_options, test_parser
-from utils.data.scan import check_labels
+from utils.data.labels.scan import check_labels
 from utils.datasets import create_dataloader
 from utils.engine.evaluate import CONF_THRES, IOU_THRES, evaluate, log_scores
 from utils.metrics import coco

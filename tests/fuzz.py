@@ -36,7 +36,7 @@ from tests.tiny_model import tiny_model
 from utils.config.data_yaml import load_data_yaml
 from utils.config.hyp import HYPER_PARAMETERS, load_hyp
 from utils.config.options import load_options
-from utils.data.scan import scan_dataset
+from utils.data.labels.scan import scan_dataset
 from utils.datasets import LoadImagesAndLabels
 from utils.engine.checkpoint_reader import check_finite, read_checkpoint
 from utils.metrics.coco import CocoResults

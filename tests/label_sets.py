@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from utils.data.image_list import img2label_paths
+from utils.data.labels.image_list import img2label_paths
 
 BOX = "0 0.5 0.5 0.4 0.4"
 TRIANGLE = "1 0.1 0.1 0.3 0.1 0.3 0.3"

@@ -28,7 +28,7 @@ SEAMS = (  # phases in the main process; those that this version or this run doe
     "train:prepare_train_options", "train:load_hyp", "train:load_data_yaml", "utils.system.distributed:select_device",
     "utils.run.fast_paths:choose", "train:build_model", "train:open_trainer", "train:open_loaders",
     "utils.data.dataset:scan_dataset", "utils.data.dataset:use_memory_cache", "utils.data.dataset:use_disk_cache",
-    "utils.data.image_list:find_images", "utils.data.label_cache:signature", "train:open_records",
+    "utils.data.labels.image_list:find_images", "utils.data.labels.cache:signature", "train:open_records",
     "utils.loggers.results:open_tensorboard", "utils.loggers.results:RunReport.labels", "train:check_anchors",
     "train:prepare_model", "utils.engine.checkpoint:Checkpoints.initial", "train:finish_epoch", "train:validate_ema",
     "utils.engine.checkpoint:Checkpoints.after_epoch", "utils.engine.checkpoint:Checkpoints.strip",

@@ -18,7 +18,7 @@ from tests.engine.test_file_kind import LFS
 from tests.label_sets import BOX, make_dataset
 from tests.tiny_model import tiny_model
 from utils.config.options import train_parser
-from utils.data.scan import scan_dataset
+from utils.data.labels.scan import scan_dataset
 from utils.run import entry
 
 REFUSED = "was refused, nothing of it was run"

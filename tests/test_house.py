@@ -13,8 +13,8 @@ from utils.system.files import PROJECT_ROOT
 # Packages and single modules from the ground up. One may import what stands on a lower floor, and itself.
 FLOORS = (
     ("utils.system",),
-    ("utils.ops",),
-    ("utils.config",),
+    ("utils.ops", "utils.config", "utils.data.images"),
+    ("utils.data.labels",),
     ("utils.head_config", "utils.data", "utils.loss", "utils.metrics"),
     ("utils.data.fast", "utils.plots", "utils.export"),
     ("utils.datasets", "utils.data.gpu"),

@@ -21,7 +21,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from utils.config.data_yaml import load_data_yaml
-from utils.data.scan import check_class_ids, scan_dataset
+from utils.data.labels.scan import check_class_ids, scan_dataset
 from utils.head_config import HeadConfig
 from utils.run import entry
 from utils.system.files import atomic_write

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.coco.download import find_splits, in_order, listing, tasks_of  # noqa: E402  (needs the path above)
 from tools.coco.labels import Placement, label_text, scaled_annotations  # noqa: E402
-from utils.data.images import read_image, verify_image  # noqa: E402
+from utils.data.images.reading import read_image, verify_image  # noqa: E402
 from utils.metrics.coco_annotations import read_annotations  # noqa: E402
 from utils.run import entry  # noqa: E402
 from utils.system import folder_lock  # noqa: E402

@@ -13,12 +13,12 @@ from torch.utils.data.distributed import DistributedSampler
 from utils.data.affine import box_candidates, random_perspective
 from utils.data.dataset import LoadImagesAndLabels, collate_fn, collate_fn4
 from utils.data.epoch_loader import InfiniteDataLoader
-from utils.data.image_list import img2label_paths
-from utils.data.images import load_image
+from utils.data.labels.image_list import img2label_paths
+from utils.data.labels.scan import ScannedDataset
 from utils.data.mosaic import load_mosaic, load_mosaic9, load_samples
 from utils.data.paste import copy_paste, pastein, sample_segments
-from utils.data.scan import ScannedDataset
 from utils.data.stream import LoadImages
+from utils.data.training_size import load_image
 from utils.data.transforms import augment_hsv, letterbox
 from utils.data.worker_errors import end_with_a_lost_batch
 from utils.system.distributed import first_on_each_machine

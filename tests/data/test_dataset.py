@@ -24,7 +24,7 @@ from tests.golden_data import (
     seed_both,
     write_dataset,
 )
-from utils.data.images import load_image
+from utils.data.training_size import load_image
 from utils.datasets import InfiniteDataLoader, LoadImagesAndLabels, collate_fn, collate_fn4, create_dataloader
 from utils.ops.boxes import segments2boxes
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests import golden_data
 from utils.data import image_cache
-from utils.data.images import load_image
+from utils.data.training_size import load_image
 from utils.datasets import LoadImagesAndLabels
 from utils.system import memory
 

@@ -16,10 +16,10 @@ from tests.golden_data import (
     seed_both,
     write_dataset,
 )
-from utils.data import images, mosaic
+from utils.data import mosaic, training_size
 from utils.data.affine import Affine
-from utils.data.images import load_image
 from utils.data.mosaic import load_mosaic, load_mosaic9, load_samples
+from utils.data.training_size import load_image
 from utils.datasets import LoadImagesAndLabels
 
 
@@ -67,8 +67,8 @@ def test_images_left_out_of_a_mosaic_are_invisible(load, perspective, folder, mo
     hyp = ALL_AUGMENTATIONS | {"perspective": perspective}
     dataset = load_list(folder, "all", img_size=64, augment=True, hyp=hyp)
     opened = []
-    original = images.load_image
-    monkeypatch.setattr(images, "load_image", lambda *args: opened.append(args) or original(*args))
+    original = training_size.load_image
+    monkeypatch.setattr(training_size, "load_image", lambda *args: opened.append(args) or original(*args))
 
     def all_results():
         opened.clear()

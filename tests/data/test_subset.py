@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from utils.data import subset
-from utils.data.scan import ScannedDataset
+from utils.data.labels.scan import ScannedDataset
 
 
 def rows(*classes):

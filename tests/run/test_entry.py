@@ -119,9 +119,9 @@ def test_other_ranks_do_not_repeat_what_rank_0_says(monkeypatch, capsys):
     """The first process of another machine has files of its own; the bars of rank 0 stand for all."""
 
     def main(opt):
-        logging.getLogger("utils.data.scan").warning("a row is dropped")
+        logging.getLogger("utils.data.labels.scan").warning("a row is dropped")
         logging.getLogger("utils.data.fast.shm_batches").warning("my own memory")
-        logging.getLogger("utils.data.scan").error("wrong")
+        logging.getLogger("utils.data.labels.scan").error("wrong")
         list(tqdm([1], desc="bar"))
 
     monkeypatch.setattr(logging.root, "handlers", [])

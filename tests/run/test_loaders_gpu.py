@@ -14,6 +14,7 @@ import torch
 import train
 from tests import small_run
 from tests.data.gpu import store_cases
+from tests.rank_cases import run_ranks
 from tests.test_train import results_of
 from utils.data.gpu import kept_batches, placing
 from utils.data.gpu.kept_batches import KeptBatches
@@ -33,9 +34,10 @@ def card(monkeypatch):
     monkeypatch.setattr(auto_batch, "step_cost", lambda run, build_model: (0, 1e-4))
 
     def simulate(on_card=MANY, on_host=MANY, refusal=None):
-        store_cases.simulate(monkeypatch, on_card, on_host, refusal)
+        asked = store_cases.simulate(monkeypatch, on_card, on_host, refusal)
         for name in ("room_on_card", "room_on_host"):
             monkeypatch.setattr(kept_batches, name, getattr(placing, name))
+        return asked
 
     return simulate
 
@@ -179,3 +181,22 @@ def test_runs_whose_batches_are_composed():
     cases = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/run/composed_run_cases.py"]
     done = subprocess.run(cases, cwd=PROJECT_ROOT, env=environment, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def test_two_processes_share_the_images(card, tmp_path):
+    """One copy in the host's memory for both, also after the size has changed."""
+    asked = card(0)
+    flags = ("--batch-size", "4", "--seed", "3", "--resize-schedule", "0:32,1:64", "--workers", "1", "--fast")
+    line = small_run.arguments(tmp_path, *flags, num_images=10)
+
+    def train_both_ways(rank):
+        with small_run.drawing(pictures=False), small_run.group_kept():
+            for name, more in (("files", ()), ("gpu", ("--cache-images", "gpu"))):
+                train.main(train.train_parser().parse_args([*line, "--name", name, *more]))
+        small, large, _ = asked.locked  # of two sizes, and the batches of its share of the validation
+        assert large == 4 * small == 10 * 3 * 64**2
+
+    ended = run_ranks(train_both_ways, tmp_path)
+    assert [end.status for end in ended] == [0, 0], ended[0].text + ended[1].text
+    plain, other = (results_of(tmp_path / "runs" / name) for name in ("files", "gpu"))
+    assert plain == other

@@ -11,7 +11,7 @@ import pytest
 from tests import small_run
 from tools import make_coco320 as tool
 from utils.config.data_yaml import load_data_yaml
-from utils.data.scan import scan_dataset
+from utils.data.labels.scan import scan_dataset
 from utils.metrics import coco as scores
 
 SIZES = [(90, 60), (60, 90), (40, 30), (90, 90)]  # width, height; the third is enlarged

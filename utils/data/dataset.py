@@ -17,11 +17,11 @@ from torch.utils.data import Dataset
 from utils.config.hyp import AUGMENTATION_KEYS
 from utils.data.affine import draw_affine, warp_labels
 from utils.data.image_cache import use_disk_cache, use_memory_cache
-from utils.data.images import load_image
+from utils.data.labels.scan import ScannedDataset, scan_dataset
 from utils.data.mosaic import load_mosaic, load_mosaic9, load_samples
 from utils.data.paste import paste_visible, pastein
 from utils.data.pixel_ops import blended
-from utils.data.scan import ScannedDataset, scan_dataset
+from utils.data.training_size import load_image
 from utils.data.transforms import draw_colours, letterbox, mixup
 from utils.ops.boxes import xywhn2xyxy, xyxy2xywh
 

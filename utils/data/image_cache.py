@@ -18,8 +18,8 @@ from contextlib import suppress
 import numpy as np
 from tqdm import tqdm
 
-from utils.data.images import load_scanned, resized_shape
-from utils.data.label_cache import cache_location, signature
+from utils.data.labels.cache import cache_location, signature
+from utils.data.training_size import load_scanned, resized_shape
 from utils.system.files import atomic_write, printable, remove_leftovers
 from utils.system.memory import check_memory, describe_bytes, give_back, shared_array
 

@@ -12,9 +12,9 @@ import cv2
 import numpy as np
 
 from utils.data.affine import GREY, draw_affine, warp_labels
-from utils.data.images import load_scanned, resized_shape
 from utils.data.paste import copy_paste, sample_segments
 from utils.data.pixel_ops import reused
+from utils.data.training_size import load_scanned, resized_shape
 from utils.ops.polygons import Polygons
 
 NO_POLYGON = np.zeros((0, 2), np.float32)

@@ -6,7 +6,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from utils.data.images import IMAGE_SUFFIXES, VIDEO_SUFFIXES, read_image
+from utils.data.images.reading import IMAGE_SUFFIXES, VIDEO_SUFFIXES, read_image
 from utils.data.transforms import letterbox
 
 logger = logging.getLogger(__name__)

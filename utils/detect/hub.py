@@ -11,7 +11,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import nn
 
-from utils.data.images import read_image, to_8bit
+from utils.data.images.reading import read_image, to_8bit
 from utils.data.transforms import letterbox
 from utils.detect.predict import Thresholds, suppress, to_original
 from utils.detect.results import HubResults

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from utils.data.images import IMAGE_SUFFIXES, VIDEO_SUFFIXES
+from utils.data.images.reading import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from utils.metrics.names import image_names
 from utils.system.files import printable, read_text, split_lines
 

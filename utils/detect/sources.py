@@ -11,7 +11,7 @@ import cv2
 import numpy as np
 from PIL import Image
 
-from utils.data.images import read_image
+from utils.data.images.reading import read_image
 from utils.data.transforms import letterbox
 from utils.detect.names import Frame, Item
 

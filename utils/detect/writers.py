@@ -18,7 +18,7 @@ import cv2
 import numpy as np
 import torch
 
-from utils.data.images import IMAGE_SUFFIXES
+from utils.data.images.reading import IMAGE_SUFFIXES
 from utils.detect.names import NOTHING, Frame, Item
 from utils.metrics.coco import detection_rows
 from utils.metrics.text_files import write_rows

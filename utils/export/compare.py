@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from utils.config.data_yaml import load_data_yaml
-from utils.data.image_list import find_images
-from utils.data.images import read_image
+from utils.data.images.reading import read_image
+from utils.data.labels.image_list import find_images
 from utils.data.stream import LoadImages
 from utils.data.transforms import letterbox
 from utils.export.outputs import OnnxDetections, TensorRTDetections, as_list

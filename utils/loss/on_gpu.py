@@ -177,6 +177,8 @@ class Maps(NamedTuple):
         """As they are, if all have the same layout and a row's columns side by side; else copied."""
         for channels_last in (True, False):
             gaps = {_gap(prediction, channels_last) for prediction in predictions}
+            if all(_is_one_cell(p.shape) for p in predictions if _gap(p, channels_last) == 0):
+                gaps = gaps - {0} or gaps  # a map of one cell fits every gap
             if len(gaps) == 1 and None not in gaps:
                 return cls(tuple(predictions), channels_last, *gaps)
         return cls(tuple(p.contiguous() for p in predictions), False)
@@ -185,6 +187,10 @@ class Maps(NamedTuple):
     def addresses(self):
         """Always as many."""
         return *self.tensors, *[self.tensors[0]] * (MOST_LAYERS - len(self.tensors))
+
+
+def _is_one_cell(shape):
+    return _num_cells(shape) == shape[1]
 
 
 def _gap(prediction, channels_last):

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from models.yolo import Model
 from utils.config import resize_schedule
 from utils.config.hyp import scale_hyp
-from utils.data.image_list import expand_paths
+from utils.data.labels.image_list import expand_paths
 from utils.engine import optimizer as optim
 from utils.engine.ema import ModelEMA
 from utils.engine.trainer import Trainer, freeze_layers

@@ -12,7 +12,7 @@ from utils.config.options import check_img_size
 from utils.config.resize_schedule import ResizeSchedule
 from utils.data import subset
 from utils.data.image_cache import check_memory_for, give_back_memory
-from utils.data.scan import check_has_boxes, check_labels
+from utils.data.labels.scan import check_has_boxes, check_labels
 from utils.datasets import LoadImagesAndLabels, create_dataloader
 from utils.run import auto_batch
 from utils.run.context import Run

@@ -8,8 +8,8 @@ import torch
 
 from tests import golden_data
 from utils.data.gpu.store import ImageStore
-from utils.data.images import load_image
 from utils.data.subset import first, random_part
+from utils.data.training_size import load_image
 from utils.datasets import LoadImagesAndLabels, create_dataloader
 
 BATCH = 5  # does not divide the 12 images

@@ -9,7 +9,7 @@ from tests import golden_data
 from utils.data.fast.shm_batches import LateSteps
 from utils.data.gpu import placing
 from utils.data.gpu.host_memory import HostMemory
-from utils.data.images import load_image
+from utils.data.training_size import load_image
 from utils.datasets import LoadImagesAndLabels
 
 CPU = torch.device("cpu")

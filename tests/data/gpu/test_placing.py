@@ -11,7 +11,7 @@ from tests import golden_data
 from tests.data.gpu.store_cases import CPU, MANY, PLAIN, Undrawn, assert_holds, open_set, simulate
 from utils.data.gpu import filling, placing
 from utils.data.gpu.placing import BOTH, CARD, HOST, open_images, open_store, possible_places
-from utils.data.images import load_image
+from utils.data.training_size import load_image
 
 PASTING = PLAIN | {"paste_in": 0.1}
 

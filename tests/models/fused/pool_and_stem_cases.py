@@ -64,11 +64,12 @@ def test_maxima_that_are_not_numbers_or_infinite(window, stride):
     x[0, ::2, 3, 4], x[0, ::2, 4, 3] = float("nan"), float("nan")
     x[1, 1] = float("-inf")
     x[1, 2, 5, 5] = float("inf")
-    wanted, gradient_of = torch_pool(x, window, stride)
-    y, choice = pools.max_pool(x, window, stride)
+    wanted, gradient_of = torch_pool(x.cpu(), window, stride)  # of several NaN a GPU takes another one
+    y, choice = (found.cpu() for found in pools.max_pool(x, window, stride))
     assert torch.equal(y.nan_to_num(7e7), wanted.nan_to_num(7e7)) and y.isnan().equal(wanted.isnan())
     gradient = random(wanted.shape, ties=True, seed=1)  # whole numbers: sums are exact
-    assert pools.max_pool_gradient(gradient, choice, window, stride).equal(gradient_of(gradient))
+    found = pools.max_pool_gradient(gradient, choice.to(DEVICE), window, stride)
+    assert found.cpu().equal(gradient_of(gradient.cpu()))
 
 
 def test_a_gradient_that_is_no_number_reaches_the_chosen_only():
@@ -157,6 +158,11 @@ def test_maps_that_are_laid_out_otherwise_are_copied():
     assert y.equal(wanted) and pools.max_pool_gradient(gradient, choice, 3).equal(gradient_of(gradient))
 
 
+def as_fractions(images):
+    """Bytes as float32 in 0..1, divided by a CPU: a GPU multiplies with the inverse of a number instead."""
+    return (images.cpu().float() / 255).to(images.device)
+
+
 def bytes_of(shape, channels_last):
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(256, shape, generator=generator, dtype=torch.uint8).to(DEVICE)
@@ -166,9 +172,8 @@ def bytes_of(shape, channels_last):
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_images_become_half_as_they_do_by_single_steps(channels_last):
     images = bytes_of((2, 3, 7, 5), channels_last)
-    wanted = (images.float() / 255).half()
-    for source in (images, images.float() / 255, images[:, :, 1:]):
-        wanted = (source.float() / 255 if source.dtype == torch.uint8 else source).half()
+    for source in (images, as_fractions(images), images[:, :, 1:]):
+        wanted = (as_fractions(source) if source.dtype == torch.uint8 else source).half()
         found = stem.padded_images(source, 8)
         assert found.is_contiguous(memory_format=torch.channels_last) and found.shape[1] == 8
         assert found[:, :3].equal(wanted) and not found[:, 3:].any()
@@ -185,7 +190,7 @@ def test_blocks_without_border_are_those_of_reorg():
     from models.common import ReOrg
 
     images = bytes_of((2, 3, 8, 6), False)
-    assert stem.depth_images(images, torch.float32, border=0)[:, :12].equal(ReOrg()(images.float() / 255))
+    assert stem.depth_images(images, torch.float32, border=0)[:, :12].equal(ReOrg()(as_fractions(images)))
 
 
 @pytest.mark.parametrize("size", [(8, 6), (7, 9), (1, 2)])
@@ -193,7 +198,7 @@ def test_blocks_without_border_are_those_of_reorg():
 def test_the_stem_on_blocks_equals_the_strided_convolution(size, colours):
     images = bytes_of((2, colours, *size), True)
     weight = random((6, colours, 3, 3)).contiguous().double().requires_grad_()
-    wanted = functional.conv2d((images.float() / 255).double(), weight, stride=2, padding=1)
+    wanted = functional.conv2d(as_fractions(images).double(), weight, stride=2, padding=1)
     blocks = stem.depth_images(images, torch.float64)
     rearranged = stem.depth_weight(weight.detach(), torch.float64).requires_grad_()
     y = functional.conv2d(blocks, rearranged)
@@ -208,7 +213,7 @@ def test_the_stem_on_blocks_equals_the_strided_convolution(size, colours):
 
 def test_the_padded_stem_equals_the_plain_one():
     images, weight = bytes_of((1, 3, 6, 7), False), random((4, 3, 3, 3))
-    wanted = functional.conv2d(images.float() / 255, weight, padding=1)
+    wanted = functional.conv2d(as_fractions(images), weight, padding=1)
     y = functional.conv2d(stem.padded_images(images, 4, torch.float32),
                           stem.padded_weight(weight, 4, torch.float32), padding=1)  # fmt: skip
     assert torch.allclose(y, wanted, atol=1e-5)

@@ -201,10 +201,10 @@ def test_every_pattern_of_the_project_matches_files():
     ("number", "inside", "outside"),
     [
         (1, "utils/config/options.py utils/run/fast_paths.py", "utils/loss/criterion.py"),
-        (2, "utils/datasets.py utils/data/scan.py", "utils/loss/criterion.py"),
-        (3, "utils/system/memory.py utils/data/mosaic.py utils/data/transforms.py utils/data/images.py "
+        (2, "utils/datasets.py utils/data/labels/scan.py", "utils/loss/criterion.py"),
+        (3, "utils/system/memory.py utils/data/mosaic.py utils/data/transforms.py utils/data/images/reading.py "
          "utils/ops/polygons.py utils/data/fast/shm_batches.py", "utils/loss/criterion.py"),
-        (4, "utils/system/memory.py utils/data/mosaic.py utils/data/images.py utils/data/fast/shm_batches.py",
+        (4, "utils/system/memory.py utils/data/mosaic.py utils/data/images/reading.py utils/data/fast/shm_batches.py",
          "train.py"),
         (5, "utils/fast/compile.py models/yolo.py", "utils/datasets.py"),
         (6, "train.py utils/loss/criterion.py models/yolo.py", "tools/experiments/trials.py utils/plots/run.py "

@@ -7,7 +7,7 @@ import pytest
 
 from tools.coco.download import Task
 from tools.coco.labels import Placement, joined, label_text, rings_of, scaled_annotations, signed_area
-from utils.data.label_rows import parse_label_text
+from utils.data.labels.rows import parse_label_text
 
 SQUARE = [10, 10, 30, 10, 30, 30, 10, 30]
 FAR = [70, 80, 70, 90, 60, 90, 60, 80]  # the other way round

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from utils.data.image_cache import THREADS, layout, read_in_threads
-from utils.data.images import load_scanned
+from utils.data.training_size import load_scanned
 from utils.system.cores import usable_cores
 
 PIECE_BYTES = 16 << 20  # so much each thread decodes and copies at a time

@@ -24,10 +24,10 @@ import cv2
 import numpy as np
 
 from utils.data.dataset import LoadImagesAndLabels
-from utils.data.images import resized_shape
 from utils.data.mosaic import Mosaic, Tile
 from utils.data.paste import paste_visible
 from utils.data.pixel_ops import blended
+from utils.data.training_size import resized_shape
 from utils.data.transforms import letterbox_layout
 
 HEADER, LAYER, TILE, OBJECT = (struct.Struct(form) for form in ("<6iq4d", "<6d2i", "<q6i", "<4i"))

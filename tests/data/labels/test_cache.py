@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests.label_sets import BOX, TRIANGLE, make_dataset
-from utils.data import label_cache, scan
-from utils.data.image_list import expand_paths, img2label_paths
-from utils.data.scan import scan_dataset
+from utils.data.labels import cache, scan
+from utils.data.labels.image_list import expand_paths, img2label_paths
+from utils.data.labels.scan import scan_dataset
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def scans(monkeypatch):
 
 
 def cache_of(folder):
-    return Path(label_cache.cache_location(folder, img2label_paths(expand_paths(folder))))
+    return Path(cache.cache_location(folder, img2label_paths(expand_paths(folder))))
 
 
 def test_the_cache_gives_the_same_without_looking(tmp_path, scans):
@@ -88,7 +88,7 @@ def test_every_change_makes_a_new_scan(tmp_path, scans):
 def test_another_format_version_makes_a_new_scan(tmp_path, scans, monkeypatch):
     folder = make_dataset(tmp_path, {"a": BOX})
     scan_dataset(folder)
-    monkeypatch.setattr(label_cache, "FORMAT_VERSION", label_cache.FORMAT_VERSION + 1)
+    monkeypatch.setattr(cache, "FORMAT_VERSION", cache.FORMAT_VERSION + 1)
     scan_dataset(folder)
     assert len(scans) == 2
 
@@ -103,10 +103,10 @@ def test_what_is_no_cache_is_replaced_with_one_warning(tmp_path, scans, monkeypa
     monkeypatch.chdir(tmp_path)
     folder = make_dataset(tmp_path, {"a": BOX})
     scan_dataset(folder)
-    cache = cache_of(folder)
-    whole = cache.read_bytes()
+    file = cache_of(folder)
+    whole = file.read_bytes()
     if content == "other archive":
-        np.savez(cache.open("wb"), signature=np.array([Bomb()], object))
+        np.savez(file.open("wb"), signature=np.array([Bomb()], object))
     else:
         replacement = {
             "pickle": pickle.dumps(Bomb()),
@@ -114,7 +114,7 @@ def test_what_is_no_cache_is_replaced_with_one_warning(tmp_path, scans, monkeypa
             "empty": b"",
             "torn": whole[: len(whole) // 2],
         }
-        cache.write_bytes(replacement[content])
+        file.write_bytes(replacement[content])
     scan_dataset(folder)
     assert len(scans) == 2
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
@@ -122,7 +122,7 @@ def test_what_is_no_cache_is_replaced_with_one_warning(tmp_path, scans, monkeypa
     assert not Path("exploded").exists()
     scan_dataset(folder)
     assert len(scans) == 2
-    assert sorted(path.name for path in cache.parent.iterdir()) == sorted(["train", cache.name])
+    assert sorted(path.name for path in file.parent.iterdir()) == sorted(["train", file.name])
 
 
 def test_different_sources_have_different_caches(tmp_path):
@@ -136,7 +136,7 @@ def test_different_sources_have_different_caches(tmp_path):
     sources = [*folders, *lists, lists[:2], [lists[2], lists[1]], folders[:2], [folders[0], folders[2]]]
     caches = [cache_of(source) for source in sources]
     assert len(set(caches)) == len(caches)
-    assert {cache.suffix for cache in caches} == {".cache"}
+    assert {file.suffix for file in caches} == {".cache"}
     assert caches[0].parent == tmp_path / "labels"
     assert caches[3].parent == tmp_path
 
@@ -147,7 +147,7 @@ def test_a_cache_that_cannot_be_written_costs_one_warning(tmp_path, scans, monke
     def refuse(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(label_cache, "atomic_write", refuse)
+    monkeypatch.setattr(cache, "atomic_write", refuse)
     for _ in range(2):
         assert len(scan_dataset(folder).labels) == 1
     assert len(scans) == 2

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from tests import golden_data, parity
-from utils.data import images
+from utils.data.images import reading
 
 SMALL = np.random.default_rng(0).integers(0, 256, (3, 4, 3), dtype=np.uint8)
 IMAGE = np.kron(SMALL, np.ones((8, 8, 1), np.uint8))  # RGB [24 x 32 x 3], blocks, so that JPEG hardly changes it
@@ -51,11 +51,11 @@ def save(path, suffix, orientation=1, raster=IMAGE):
 def test_pixels_and_size_are_upright(tmp_path, suffix, orientation):
     file = save(tmp_path / f"a.{suffix}", suffix, orientation)
     expected = UPRIGHT[orientation](IMAGE)[..., ::-1]
-    actual = images.read_image(file)
+    actual = reading.read_image(file)
     assert actual.shape == expected.shape
     assert np.abs(actual.astype(int) - expected).max() <= 1
     assert actual.flags.c_contiguous
-    assert images.image_size(file) == images.verify_image(file) == actual.shape[1::-1]
+    assert reading.image_size(file) == reading.verify_image(file) == actual.shape[1::-1]
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -65,8 +65,8 @@ def test_deep_tiffs_are_upright(tmp_path, orientation):
     for name, samples in {"float": raster / np.float32(255), "int": raster.astype(np.int32)}.items():
         file = tmp_path / f"{name}.tif"
         Image.fromarray(samples).save(file, tiffinfo={274: orientation})
-        np.testing.assert_array_equal(images.read_image(file), np.repeat(expected, 3, 2))
-        assert images.image_size(file) == images.verify_image(file) == expected.shape[1::-1]
+        np.testing.assert_array_equal(reading.read_image(file), np.repeat(expected, 3, 2))
+        assert reading.image_size(file) == reading.verify_image(file) == expected.shape[1::-1]
 
 
 def test_exif_behind_the_pixels_of_a_png_counts(tmp_path):
@@ -76,7 +76,7 @@ def test_exif_behind_the_pixels_of_a_png_counts(tmp_path):
     chunk = data[position : position + length]
     end = len(data) - 12
     (tmp_path / "a.png").write_bytes(data[:position] + data[position + length : end] + chunk + data[end:])
-    assert images.image_size(tmp_path / "a.png") == images.read_image(tmp_path / "a.png").shape[1::-1] == (24, 32)
+    assert reading.image_size(tmp_path / "a.png") == reading.read_image(tmp_path / "a.png").shape[1::-1] == (24, 32)
 
 
 def exif_block(order, kind, packed):
@@ -98,12 +98,12 @@ def jpeg_with(block, folder):
 @pytest.mark.parametrize(("kind", "form"), [(1, "B"), (3, "H"), (4, "I")])
 def test_orientation_of_any_type_counts_as_for_opencv(tmp_path, order, kind, form):
     file = jpeg_with(exif_block(order, kind, struct.pack(order + form, 6)), tmp_path)
-    assert images.image_size(file) == images.read_image(file).shape[1::-1]
+    assert reading.image_size(file) == reading.read_image(file).shape[1::-1]
 
 
 def test_exif_that_begins_in_another_way_does_not_count(tmp_path):
     file = jpeg_with(b"II+\0" + exif_block("<", 3, b"\6")[4:], tmp_path)
-    assert images.image_size(file) == images.read_image(file).shape[1::-1] == (32, 24)
+    assert reading.image_size(file) == reading.read_image(file).shape[1::-1] == (32, 24)
 
 
 @pytest.mark.parametrize(("prefix", "size"), [(b"", (24, 32)), (b"Exif\0\0", (32, 24))])
@@ -112,7 +112,7 @@ def test_exif_of_a_png_that_libpng_refuses_does_not_count(tmp_path, prefix, size
     data, chunk = (tmp_path / "a.png").read_bytes(), b"eXIf" + prefix + exif_block("<", 3, b"\6")
     chunk = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
     (tmp_path / "a.png").write_bytes(data[:33] + chunk + data[33:])  # behind the header
-    assert images.image_size(tmp_path / "a.png") == images.read_image(tmp_path / "a.png").shape[1::-1] == size
+    assert reading.image_size(tmp_path / "a.png") == reading.read_image(tmp_path / "a.png").shape[1::-1] == size
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_ordinary_files_equal_imread(tmp_path, suffix, modes):
     for mode in modes.split():
         file = tmp_path / f"ü {mode}.{suffix}"
         Image.fromarray(IMAGE).convert(mode).save(file)
-        np.testing.assert_array_equal(images.read_image(file), cv2.imread(str(file)))
+        np.testing.assert_array_equal(reading.read_image(file), cv2.imread(str(file)))
 
 
 @pytest.mark.parametrize("suffix", ["png", "tif"])
@@ -138,7 +138,7 @@ def test_16_bit_files_equal_imread_and_keep_the_upper_byte(tmp_path, suffix, cha
     samples = np.random.default_rng(1).integers(0, 65536, (20, 30, channels)).astype(np.uint16)
     file = tmp_path / f"a.{suffix}"
     cv2.imwrite(str(file), samples)
-    actual = images.read_image(file)
+    actual = reading.read_image(file)
     np.testing.assert_array_equal(actual, cv2.imread(str(file)))
     assert np.abs(actual.astype(int) - (samples >> 8)).max() <= 1  # TIFF in colour: OpenCV rounds in its own way
 
@@ -158,21 +158,21 @@ def test_16_bit_files_equal_imread_and_keep_the_upper_byte(tmp_path, suffix, cha
     ],
 )
 def test_rules_for_other_sample_types(samples, expected):
-    assert images.to_8bit(samples).dtype == np.uint8
-    assert images.to_8bit(samples).tolist() == expected
+    assert reading.to_8bit(samples).dtype == np.uint8
+    assert reading.to_8bit(samples).tolist() == expected
 
 
 def test_colour_float_tiff(tmp_path):
     file = tmp_path / "a.tif"
     cv2.imwrite(str(file), IMAGE.astype(np.float32) / 255, (cv2.IMWRITE_TIFF_COMPRESSION, 1))
-    np.testing.assert_array_equal(images.read_image(file), IMAGE)
-    assert images.verify_image(file) == (32, 24)
+    np.testing.assert_array_equal(reading.read_image(file), IMAGE)
+    assert reading.verify_image(file) == (32, 24)
 
 
 def test_golden_images_have_their_golden_sizes():
     for item in golden_data.index()["a_parsed_all"]["items"]:
         file = golden_data.FOLDER / "dataset" / item["img"]
-        sizes = images.image_size(file), images.verify_image(file), images.read_image(file).shape[1::-1]
+        sizes = reading.image_size(file), reading.verify_image(file), reading.read_image(file).shape[1::-1]
         parity.check("data: picture sizes", item["img"], sizes, [item["wh"]] * 3)
 
 
@@ -198,7 +198,7 @@ def with_thumbnail(data):
 )
 def test_complete_jpegs_pass(tmp_path, data):
     (tmp_path / "a.jpg").write_bytes(data)
-    assert images.verify_image(tmp_path / "a.jpg") == (160, 120)
+    assert reading.verify_image(tmp_path / "a.jpg") == (160, 120)
 
 
 @pytest.mark.parametrize("options", [{}, {"progressive": True}])
@@ -209,7 +209,7 @@ def test_truncated_jpegs_are_found(tmp_path, capfd, options, tail):
         for missing in (1, 2, 10, len(data) // 2):
             (tmp_path / "a.jpg").write_bytes(whole[:-missing] + tail)
             with pytest.raises(ValueError, match="truncated JPEG"):
-                images.verify_image(tmp_path / "a.jpg")
+                reading.verify_image(tmp_path / "a.jpg")
     assert capfd.readouterr().err == ""
 
 
@@ -220,9 +220,9 @@ def test_jpegs_that_no_decoder_reads_are_found(tmp_path, options):
     file = tmp_path / "a.jpg"
     file.write_bytes(data[:tables] + b"\xff" * 20 + data[tables + 20 :])
     with pytest.raises(ValueError, match="a.jpg: not a readable image"):
-        images.read_image(file)
+        reading.read_image(file)
     with pytest.raises(ValueError, match="truncated or broken"):
-        images.verify_image(file)
+        reading.verify_image(file)
 
 
 @pytest.mark.parametrize("suffix", ["png", "tif", "webp", "bmp"])
@@ -232,7 +232,7 @@ def test_other_truncated_files_are_found(tmp_path, capfd, suffix, share):
     file = tmp_path / f"a.{suffix}"
     file.write_bytes(data[: int(len(data) * share)])
     with pytest.raises(ValueError, match="truncated or broken|not an image|not a readable|broken header"):
-        images.verify_image(file)
+        reading.verify_image(file)
     assert "libpng" not in capfd.readouterr().err
 
 
@@ -241,7 +241,7 @@ def test_flipped_bits_in_a_png_are_found(tmp_path):
     data[data.index(b"IDAT") + 10] ^= 0xFF
     (tmp_path / "a.png").write_bytes(data)
     with pytest.raises(ValueError, match="truncated or broken"):
-        images.verify_image(tmp_path / "a.png")
+        reading.verify_image(tmp_path / "a.png")
 
 
 @pytest.mark.parametrize(
@@ -266,8 +266,8 @@ def test_reasons(tmp_path, data, reason):
     file = tmp_path / "a.jpg"
     file.write_bytes(data)
     with pytest.raises(ValueError, match=reason):
-        images.verify_image(file)
-    for read in (images.read_image, images.image_size):
+        reading.verify_image(file)
+    for read in (reading.read_image, reading.image_size):
         with pytest.raises(ValueError, match="a.jpg: ") as error:
             read(file)
         assert " object at " not in str(error.value)
@@ -277,34 +277,34 @@ def test_content_decides_not_the_suffix(tmp_path):
     Image.fromarray(IMAGE).save(tmp_path / "a.gif")
     (tmp_path / "a.gif").rename(tmp_path / "a.png")
     with pytest.raises(ValueError, match="content is GIF"):
-        images.verify_image(tmp_path / "a.png")
+        reading.verify_image(tmp_path / "a.png")
     Image.fromarray(IMAGE).save(tmp_path / "b.png")
     (tmp_path / "b.png").rename(tmp_path / "b.jpg")
-    assert images.verify_image(tmp_path / "b.jpg") == (32, 24)
+    assert reading.verify_image(tmp_path / "b.jpg") == (32, 24)
 
 
 def test_ten_pixels_are_enough(tmp_path):
     for side, fits in ((9, False), (10, True)):
         Image.new("RGB", (40, side)).save(tmp_path / "a.png")
         if fits:
-            assert images.verify_image(tmp_path / "a.png") == (40, 10)
+            assert reading.verify_image(tmp_path / "a.png") == (40, 10)
         else:
             with pytest.raises(ValueError, match="smaller than 10 pixels"):
-                images.verify_image(tmp_path / "a.png")
+                reading.verify_image(tmp_path / "a.png")
 
 
 def test_missing_file_and_folder(tmp_path):
     for path in (tmp_path, tmp_path / "none.jpg"):
         with pytest.raises(ValueError, match="cannot be opened"):
-            images.verify_image(path)
+            reading.verify_image(path)
         with pytest.raises(ValueError, match=path.name):
-            images.read_image(path)
+            reading.read_image(path)
 
 
 def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "a.jpg")
     with pytest.raises(ValueError, match="cannot be opened"):
-        images.verify_image(tmp_path / "a.jpg")
+        reading.verify_image(tmp_path / "a.jpg")
 
 
 def test_a_broken_exif_block_does_no_harm(tmp_path):
@@ -313,7 +313,7 @@ def test_a_broken_exif_block_does_no_harm(tmp_path):
     start = data.index(b"Exif\0\0") + 6
     for garbage in (bytes(8), b"\xff" * 8, b"MM\0*\xff\xff\xff\xff"):
         file.write_bytes(data[:start] + garbage + data[start + 8 :])
-        assert images.verify_image(file) == images.read_image(file).shape[1::-1] == (32, 24)
+        assert reading.verify_image(file) == reading.read_image(file).shape[1::-1] == (32, 24)
 
 
 def tiff(samples, photometric=2, planar=1):
@@ -347,8 +347,8 @@ def test_tiffs_of_many_bands(tmp_path, capfd, caplog, kind, bands, planar):
     values = np.random.default_rng(0).random((32, 24, bands)) * (1 if np.dtype(kind).kind == "f" else 255)
     (tmp_path / "a.tif").write_bytes(tiff(values.astype(kind), planar=planar))
     try:
-        assert images.verify_image(tmp_path / "a.tif") == (24, 32)
-        assert images.read_image(tmp_path / "a.tif").shape == (32, 24, 3)
+        assert reading.verify_image(tmp_path / "a.tif") == (24, 32)
+        assert reading.read_image(tmp_path / "a.tif").shape == (32, 24, 3)
     except ValueError as error:
         assert bands > 3 and f"TIFF with {bands} bands, at most 4 are supported" in str(error)
     out, err = capfd.readouterr()
@@ -362,5 +362,5 @@ def test_the_first_of_several_frames(tmp_path, kind):
     frames[0].save(
         file, kind, save_all=True, append_images=frames[1:], **({"lossless": True} if kind == "WEBP" else {})
     )
-    assert images.verify_image(file) == (32, 24)
-    assert np.array_equal(images.read_image(file)[..., ::-1], IMAGE)
+    assert reading.verify_image(file) == (32, 24)
+    assert np.array_equal(reading.read_image(file)[..., ::-1], IMAGE)

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from utils.data.image_list import expand_paths, find_images, img2label_paths, labels_next_door
+from utils.data.labels.image_list import expand_paths, find_images, img2label_paths, labels_next_door
 
 
 @pytest.mark.parametrize(

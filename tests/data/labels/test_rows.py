@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tests.label_sets import BOX, TRIANGLE, make_dataset
-from utils.data.label_rows import ROW_DROPPED, parse_label_text
-from utils.data.scan import scan_dataset
+from utils.data.labels.rows import ROW_DROPPED, parse_label_text
+from utils.data.labels.scan import scan_dataset
 
 
 def said(text):

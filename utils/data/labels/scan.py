@@ -15,10 +15,10 @@ import numpy as np
 from tqdm import tqdm
 
 from utils.config.data_yaml import repeated_names
-from utils.data.image_list import FILE_IGNORED, LINE_IGNORED, find_images, img2label_paths, labels_next_door
-from utils.data.images import verify_image
-from utils.data.label_cache import cache_location, load_cache, save_cache, signature
-from utils.data.label_rows import (
+from utils.data.images.reading import verify_image
+from utils.data.labels.cache import cache_location, load_cache, save_cache, signature
+from utils.data.labels.image_list import FILE_IGNORED, LINE_IGNORED, find_images, img2label_paths, labels_next_door
+from utils.data.labels.rows import (
     ROW_DROPPED,
     ROW_KEPT,
     ROW_REPAIRED,
@@ -56,7 +56,7 @@ class ScannedDataset:
     segments: list  # an image: Polygons, none at all or a float32 [m x 2] for each row ([0 x 2] for a box row)
     shapes: np.ndarray  # float64 [images x 2: width, height] of the upright images
     counts: dict  # found (empty ones included), missing, empty, dropped, total images; dropped_rows, repaired_rows
-    findings: list  # utils.data.label_rows.Finding: everything that was dropped, repaired or missing
+    findings: list  # utils.data.labels.rows.Finding: everything that was dropped, repaired or missing
     row_forms: dict = field(default_factory=dict)  # {numbers in a row: what of it is ignored; "" for polygons}
 
     @property
@@ -73,7 +73,7 @@ class _Record(NamedTuple):
     rows: np.ndarray
     segments: list
     notes: list
-    columns: dict  # utils.data.label_rows.Columns of the rows of each length above 6
+    columns: dict  # utils.data.labels.rows.Columns of the rows of each length above 6
 
 
 def scan_dataset(path, prefix="", keypoints=None, row_forms=None):

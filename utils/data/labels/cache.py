@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from utils.data.label_rows import Finding
+from utils.data.labels.rows import Finding
 from utils.ops.polygons import Polygons
 from utils.system.files import atomic_write, printable, remove_leftovers
 

@@ -4,8 +4,8 @@ import os
 from functools import cache
 from pathlib import Path
 
-from utils.data.images import IMAGE_SUFFIXES, VIDEO_SUFFIXES
-from utils.data.label_rows import Note
+from utils.data.images.reading import IMAGE_SUFFIXES, VIDEO_SUFFIXES
+from utils.data.labels.rows import Note
 from utils.system.files import printable, read_text, split_lines
 
 LINE_IGNORED = "list entry ignored"

@@ -7,8 +7,8 @@ import pytest
 from tests import golden_data, parity
 from tests.label_sets import BOX, TRIANGLE, make_dataset
 from utils.config.data_yaml import DataConfig
-from utils.data import scan
-from utils.data.scan import check_class_ids, check_has_boxes, check_labels, scan_dataset
+from utils.data.labels import scan
+from utils.data.labels.scan import check_class_ids, check_has_boxes, check_labels, scan_dataset
 
 
 def stems(scanned):
