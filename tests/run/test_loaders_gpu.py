@@ -193,7 +193,7 @@ def test_two_processes_share_the_images(card, tmp_path):
         with small_run.drawing(pictures=False), small_run.group_kept():
             for name, more in (("files", ()), ("gpu", ("--cache-images", "gpu"))):
                 train.main(train.train_parser().parse_args([*line, "--name", name, *more]))
-        small, large, _ = asked.locked  # of two sizes, and the batches of its share of the validation
+        small, _, large = asked.locked  # second: the batches of its share of the validation
         assert large == 4 * small == 10 * 3 * 64**2
 
     ended = run_ranks(train_both_ways, tmp_path)
