@@ -8,7 +8,7 @@ from utils.data.fast import deferred
 from utils.data.fast.device_augment_triton import mixed, to_hsv
 from utils.data.gpu import recipes as layout
 
-ROWS, COLUMNS = 16, 64  # pixels that a program makes
+ROWS, COLUMNS = 8, 64  # pixels that a program makes: more need so many registers that fewer programs run at once
 
 
 @triton.jit
