@@ -96,7 +96,8 @@ def table(opt: Namespace, device: torch.device) -> tuple[FastPath, ...]:
     return (
         FastPath("loader", describe(loader), " ".join(filter(None, (asked(opt, name) for name in LOADER_FLAGS))), None,
                  lambda _: asking_ahead(loader, opt, device)),
-        FastPath("loader", "images beside the model, if they fit (data/gpu)", images, why_no_images(opt, device),
+        FastPath("loader", "images beside the model, if they fit (data/gpu)", images,
+                 images and why_no_images(opt, device),
                  lambda loader: loader | {COMPOSE: partial(load("utils.data.gpu.placing:open_images"), device=device,
                                                            is_asked=has_asked)}, is_loud=has_asked),
         FastPath("kept", "validation batches stay beside the model", validation if has_asked else None,
