@@ -131,6 +131,7 @@ def open_store(
         if store is not None:
             logger.info("%simages: %s %s: %s", prefix, size, NAMES[place], "; ".join(problems))
             return store, problems
+        torch.cuda.empty_cache()  # what was taken on the card
         problems.append(problem)
     if num_bytes > on_host:
         problems.append(f"{describe_bytes(max(on_host, 0))} of memory can be page-locked")

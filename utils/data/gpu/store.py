@@ -36,6 +36,7 @@ class ImageStore:
         if self.pixels.is_cuda:
             torch.cuda.synchronize(self.pixels.device)
         self.pixels, self.host = self.pixels.new_empty(0), None
+        torch.cuda.empty_cache()  # or torch would keep the room for its own tensors
         release, self._release = self._release, None
         if release is not None:
             release()
