@@ -106,7 +106,9 @@ class Captured:
         with torch.autocast("cuda", torch.float16):
             maps = self.network(self.images)
         if self.gradients is None:
-            self.gradients = [x.new_empty_strided(x.shape, x.stride()).normal_(std=1e-3) for x in maps]
+            rooms = [x.new_empty(x.untyped_storage().nbytes() // x.element_size()) for x in maps]
+            around = [room.as_strided(x.shape, x.stride()) for room, x in zip(rooms, maps, strict=True)]
+            self.gradients = [x.normal_(std=1e-3) for x in around]
         torch.autograd.backward(maps, self.gradients)
         for parameter in self.network.parameters():
             parameter.grad = None

@@ -73,13 +73,19 @@ def pool_and_upsample():
     pools.upsample_gradient([x, x], plus=[x[:, :, :4, :4].contiguous(memory_format=torch.channels_last)])
 
 
-def rearrange_images():
-    from models.fused import stem
+def first_convolution():
+    from torch import nn
 
-    images = torch.zeros(2, 3, 64, 64, dtype=torch.uint8)
-    for source in (images, images.float()):
-        stem.padded_images(source)
-        stem.depth_images(source)
+    from models.fused import kernels, stem
+
+    images, norm = torch.zeros(2, 3, 64, 64, dtype=torch.uint8), nn.BatchNorm2d(32)
+    for stride, block in ((1, 1), (2, 1), (1, 2)):
+        conv = nn.Conv2d(3 * block**2, 32, 3, stride, 1)
+        place = torch.zeros(2, 32, *stem.output_size(images, conv, block), dtype=torch.float16)
+        place = place.to(memory_format=torch.channels_last)
+        for source in (images, images.float()):
+            kept = stem.forward(source, conv, norm, kernels.SILU, 0.0, block, torch.float16, [place])
+            stem.gradient([place], kept, conv, kernels.SILU, 0.0, *torch.zeros(2, 32))
 
 
 def add_maps():
@@ -130,7 +136,7 @@ LAUNCHES = {
     **({"yolov7": lambda: train_a_fused_model("yolov7")} if EVERYTHING else {}),
     "sums": add_maps,
     "pools": pool_and_upsample,
-    "stem": rearrange_images,
+    "stem": first_convolution,
     "augmentation": augment_a_batch,
     "composing": compose_a_batch,
     "losses": compute_losses,

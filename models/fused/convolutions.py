@@ -45,8 +45,7 @@ class Block(PlanOperation):
         return [branch.norm for branch in self.branches]
 
     def forward(self, tape):
-        x = self._input(tape)
-        weight = self._weight(tape, x)
+        x, weight = tape.values[self.sources[0]], tape.weights[self]
         y = torch.ops.aten.convolution(x, weight, None, *self.geometry)
         parts = zip(self.branches, y.split(self.widths, 1), strict=True)
         saved = [branch.forward(tape, part) for branch, part in parts]
@@ -65,63 +64,41 @@ class Block(PlanOperation):
         if wanted[0]:
             tape.add_piece(self.sources[0], of_x)
         if wanted[1]:
-            of_weight = self._weight_gradient(of_weight)
             for branch, part in zip(self.branches, of_weight.split(self.widths), strict=True):
                 tape.gradients.add(branch.conv.weight, part)
 
-    def _input(self, tape):
-        return tape.values[self.sources[0]]
 
-    def _weight(self, tape, x):
-        return tape.weights[self]
+class Stem(PlanOperation):
+    """The convolution that reads the images, with what follows it (stem.py); `reorganised`: they go through ReOrg."""
 
-    def _weight_gradient(self, gradient):
-        return gradient
-
-
-class Stem(Block):
-    """The Block that reads the images, on as many channels as kernels like.
-
-    `reorganised`: the images go through ReOrg first. A 3x3 convolution of stride 2 becomes one of 2x2 on blocks of 2x2
-    pixels.
-    """
-
-    CHANNELS = 8  # that images have at stride 1
-
-    def __init__(self, source, branches, reorganised):
-        super().__init__(source, branches)
-        conv = branches[0].conv
-        self.reorganised, self.in_channels = reorganised, conv.in_channels
-        self.by_depth = conv.stride == (2, 2)
-        if self.by_depth:
-            self.geometry = (1, 1), (0, 0), (1, 1), False, (0, 0), 1
+    def __init__(self, source, branch, reorganised):
+        super().__init__([source], [branch.target], [branch.conv, branch.norm])
+        self.conv, self.norm, self.activation = branch.conv, branch.norm, branch.activation
+        self.block = 2 if reorganised else 1
 
     @staticmethod
     def fits(conv, reorganised):
         strides = ((1, 1),) if reorganised else ((1, 1), (2, 2))
         return (conv.kernel_size == (3, 3) and conv.padding == (1, 1) and conv.dilation == (1, 1) and conv.groups == 1
-                and conv.stride in strides and conv.in_channels <= (16 if reorganised else 4))  # fmt: skip
+                and conv.stride in strides and conv.in_channels <= (16 if reorganised else 4)
+                and conv.out_channels <= 128)  # fmt: skip
 
-    def _input(self, tape):
+    def norms(self):
+        return [self.norm]
+
+    def forward(self, tape):
         images = tape.values[self.sources[0]]
-        if self.reorganised:
-            return stem.depth_images(images, tape.dtype, border=0)
-        if self.by_depth:
-            return stem.depth_images(images, tape.dtype)
-        return stem.padded_images(images, self.CHANNELS, tape.dtype)
+        places = tape.places(self.targets[0], images, stem.output_size(images, self.conv, self.block))
+        found = stem.forward(images, self.conv, self.norm, *self.activation, self.block, tape.dtype, places[:2])
+        spread(places)
+        if self in tape.needed:
+            tape.kept[self] = found
 
-    def _weight(self, tape, x):
-        weight = torch.cat([branch.conv.weight.detach() for branch in self.branches])
-        return (
-            stem.depth_weight(weight, tape.dtype)
-            if self.by_depth
-            else stem.padded_weight(weight, x.shape[1], tape.dtype)
-        )
-
-    def _weight_gradient(self, gradient):
-        if self.by_depth:
-            return stem.depth_weight_gradient(gradient, self.in_channels)
-        return gradient[:, : self.in_channels]
+    def backward(self, tape):
+        places = tape.gradients.of(self.norm.weight), tape.gradients.of(self.norm.bias)
+        pieces = tape.take_pieces(self.targets[0])
+        found = stem.gradient(pieces, tape.kept.pop(self), self.conv, *self.activation, *places)
+        tape.gradients.add(self.conv.weight, found)
 
 
 class HeadOutput(PlanOperation):
@@ -153,10 +130,11 @@ class HeadOutput(PlanOperation):
         x, weight = tape.kept.pop(self)
         rows = self._as_rows(gradient, tape.dtype)
         if self.sources[0] in tape.needed:
-            of_x = torch.mm(rows, weight[: self.width]).view(x.shape)
+            of_x = torch.mm(rows, weight).view(x.shape)
             tape.add_piece(self.sources[0], of_x.permute(0, 3, 1, 2))
         if any(parameter.requires_grad for parameter in self.parameters()):
-            self._hand_on(tape.gradients, torch.mm(rows.t(), x.flatten(0, 2)), rows.sum(0, dtype=torch.float32))
+            of_weight, of_bias = torch.mm(rows.t(), x.flatten(0, 2)), rows.sum(0, dtype=torch.float32)
+            self._hand_on(tape.gradients, of_weight[: self.width], of_bias[: self.width])
 
     def _as_maps(self, rows):
         """[b x ny x nx x step] as [b x na x ny x nx x no]."""
@@ -164,13 +142,17 @@ class HeadOutput(PlanOperation):
         return maps.permute(0, 3, 1, 2, 4)
 
     def _as_rows(self, maps, dtype):
-        """The way back: [b x na x ny x nx x no] as [pixels x na*no]."""
+        """The way back: [b x na x ny x nx x no] as [pixels x step], whose last columns are zeros."""
         batch, _, height, width, _ = maps.shape
+        size = batch * height * width, self.step
         wanted = (height * width * self.step, maps.shape[4], width * self.step, self.step, 1)
-        if maps.dtype != dtype or maps.stride() != wanted:
+        end = (maps.storage_offset() + size[0] * size[1]) * maps.element_size()
+        if maps.dtype != dtype or maps.stride() != wanted or maps.untyped_storage().nbytes() < end:
             rows = torch.empty((batch, height, width, self.step), dtype=dtype, device=maps.device)
             maps = self._as_maps(rows).copy_(maps)
-        return maps.as_strided((batch * height * width, self.width), (self.step, 1))
+        rows = maps.as_strided(size, (self.step, 1))
+        rows[:, self.width :] = 0  # between the pixels of the maps, so nobody's
+        return rows
 
     def _folded(self, dtype):
         """Weight [step x c] and bias [step], as reparam.fold_implicit computes them and filled up with zeros."""

@@ -20,8 +20,9 @@ import triton.language as tl
 IDENTITY, LEAKY_RELU, SILU = range(3)
 # What was fastest of several on an H200. Elements that a program holds at a time:
 TILE = 2048
-SUM_TILE = 4096  # of sums over pixels
-MAX_PARTIAL_SUMS = 512  # programs that share the pixels of a statistic
+SUMS = {"tile": 2048, "num_warps": 2}  # of sums over pixels
+MAX_PARTIAL_SUMS = 1056  # programs that share the pixels of a statistic
+STAGES: tl.constexpr = tl.constexpr(3)  # tiles that are on their way at a time, where programs sum up pixels
 # Arguments that a kernel is not compiled anew for: another batch or image size changes them.
 SIZES = ("num_pixels", "num_partial", "pixels_each")
 
@@ -56,10 +57,10 @@ def _sum_kernel(x, pivot, partial, num_pixels, num_channels, x_stride, pixels_ea
     middle = tl.load(pivot + channel, mask=exists, other=0.0)
     first = tl.zeros((ROWS, CHANNELS), tl.float32)
     second = tl.zeros((ROWS, CHANNELS), tl.float32)
-    start = tl.program_id(0).to(tl.int64) * pixels_each
+    start = tl.program_id(0) * pixels_each
     stop = tl.minimum(start + pixels_each, num_pixels)
-    for begin in range(start, stop, ROWS):
-        pixel = begin + tl.arange(0, ROWS)
+    for begin in tl.range(start, stop, ROWS, num_stages=STAGES):
+        pixel = (begin + tl.arange(0, ROWS)).to(tl.int64)
         inside = (pixel < stop)[:, None] & exists[None, :]
         value = tl.load(x + pixel[:, None] * x_stride + channel[None, :], mask=inside, other=0.0).to(tl.float32)
         value = tl.where(inside, value - middle[None, :], 0.0)
@@ -163,10 +164,10 @@ def _gradient_sum_kernel(first, second, third, x, saved, partial, num_pixels, nu
     shift = tl.load(saved + 3 * num_channels + channel, mask=exists, other=0.0)[None, :]
     alone = tl.zeros((ROWS, CHANNELS), tl.float32)
     product = tl.zeros((ROWS, CHANNELS), tl.float32)
-    start = tl.program_id(0).to(tl.int64) * pixels_each
+    start = tl.program_id(0) * pixels_each
     stop = tl.minimum(start + pixels_each, num_pixels)
-    for begin in range(start, stop, ROWS):
-        pixel = begin + tl.arange(0, ROWS)
+    for begin in tl.range(start, stop, ROWS, num_stages=STAGES):
+        pixel = (begin + tl.arange(0, ROWS)).to(tl.int64)
         inside = (pixel < stop)[:, None] & exists[None, :]
         value = _load(x, pixel, channel, inside, x_stride)
         change = load_sum(first, second, third, pixel, channel, inside, first_stride, second_stride, third_stride,
@@ -235,7 +236,7 @@ def by_pixels(x):
     return x, stride
 
 
-PARTS = {"PARTS": 128, "CHANNELS": 8, "num_warps": 4}
+PARTS = {"PARTS": 256, "CHANNELS": 8, "num_warps": 8}
 
 
 class Tiles(NamedTuple):
@@ -247,7 +248,6 @@ class Tiles(NamedTuple):
     sums: tuple  # grid with programs that sum up `pixels_each` pixels, and their tile
     pixels_each: int
     sum_tile: dict
-    by_channel: tuple  # grid of kernels with the tile PARTS
 
 
 def tiles_of(x):
@@ -259,7 +259,7 @@ def tiles_of(x):
 def _divide(num_pixels, num_channels):
     channels = min(triton.next_power_of_2(num_channels), 128)
     columns = triton.cdiv(num_channels, channels)
-    rows, sum_rows = TILE // channels, SUM_TILE // channels
+    rows, sum_rows = TILE // channels, SUMS["tile"] // channels
     shares = max(min(triton.cdiv(num_pixels, sum_rows), MAX_PARTIAL_SUMS // columns), 1)
     pixels_each = triton.cdiv(triton.cdiv(num_pixels, shares), sum_rows) * sum_rows
     return Tiles(
@@ -268,9 +268,13 @@ def _divide(num_pixels, num_channels):
         tile={"ROWS": rows, "CHANNELS": channels, "num_warps": 4},
         sums=(triton.cdiv(num_pixels, pixels_each), columns),
         pixels_each=pixels_each,
-        sum_tile={"ROWS": sum_rows, "CHANNELS": channels},
-        by_channel=(triton.cdiv(num_channels, PARTS["CHANNELS"]),),
+        sum_tile={"ROWS": sum_rows, "CHANNELS": channels, "num_warps": SUMS["num_warps"]},
     )
+
+
+def by_channel(num_channels):
+    """The grid of kernels with the tile PARTS."""
+    return (triton.cdiv(num_channels, PARTS["CHANNELS"]),)
 
 
 def of_three(maps):
@@ -296,19 +300,31 @@ def norm_activation(x, norm, kind, slope, places):
     x, x_stride = by_pixels(x)
     tiles = tiles_of(x)
     partial = x.new_empty((tiles.sums[0], 2, x.shape[1]), dtype=torch.float32)
-    saved = x.new_empty((4, x.shape[1]), dtype=torch.float32)
-    _sum_kernel[tiles.sums](
-        x, norm.running_mean, partial, *tiles.sizes, x_stride, tiles.pixels_each, **tiles.sum_tile, num_warps=4
-    )
-    _statistics_kernel[tiles.by_channel](
-        partial, norm.running_mean, norm.running_var, norm.weight.detach(), norm.bias.detach(), saved, tiles.sums[0],
-        *tiles.sizes, norm.momentum, norm.eps, **PARTS,
+    _sum_kernel[tiles.sums](x, norm.running_mean, partial, *tiles.sizes, x_stride, tiles.pixels_each, **tiles.sum_tile)
+    saved = finish_statistics(partial, norm, tiles.sizes[0])
+    apply(x, saved, kind, slope, places)
+    return saved
+
+
+def finish_statistics(partial, norm, num_pixels):
+    """Mean, inverse deviation, scale and shift [4 x c] from the sums `partial` [programs x 2 x c]; see _sum_kernel."""
+    num_partial, _, num_channels = partial.shape
+    saved = partial.new_empty((4, num_channels))
+    _statistics_kernel[by_channel(num_channels)](
+        partial, norm.running_mean, norm.running_var, norm.weight.detach(), norm.bias.detach(), saved, num_partial,
+        num_pixels, num_channels, norm.momentum, norm.eps, **PARTS,
     )  # fmt: skip
+    return saved
+
+
+def apply(x, saved, kind, slope, places):
+    """Write activation(scale * x + shift) to one or two `places`."""
+    x, x_stride = by_pixels(x)
+    tiles = tiles_of(x)
     targets, strides, count = of_two(places)
     _apply_kernel[tiles.every](
         x, saved, *targets, *tiles.sizes, x_stride, *strides, slope, KIND=kind, PLACES=count, **tiles.tile
     )
-    return saved
 
 
 def norm_activation_gradient(pieces, x, saved, kind, slope, result, of_weight, of_bias):
@@ -319,18 +335,27 @@ def norm_activation_gradient(pieces, x, saved, kind, slope, result, of_weight, o
     """
     x, x_stride = by_pixels(x)
     tiles = tiles_of(x)
+    plane = parameter_gradients(pieces, x, saved, kind, slope, of_weight, of_bias)
     pieces, strides, count = of_three(pieces)
-    partial = x.new_empty((tiles.sums[0], 2, x.shape[1]), dtype=torch.float32)
-    plane = torch.empty_like(saved[:2])
-    _gradient_sum_kernel[tiles.sums](
-        *pieces, x, saved, partial, *tiles.sizes, *strides, x_stride, tiles.pixels_each, slope,
-        KIND=kind, PIECES=count, **tiles.sum_tile, num_warps=8,
-    )  # fmt: skip
-    _parameter_gradient_kernel[tiles.by_channel](
-        partial, saved, of_weight, of_bias, plane, tiles.sums[0], *tiles.sizes, **PARTS
-    )
     (result, _), (result_stride, _), _ = of_two([result])
     _gradient_kernel[tiles.every](
         *pieces, x, saved, plane, result, *tiles.sizes, *strides, x_stride, result_stride, slope,
         KIND=kind, PIECES=count, **tiles.tile,
     )  # fmt: skip
+
+
+def parameter_gradients(pieces, x, saved, kind, slope, of_weight, of_bias):
+    """The first half of `norm_activation_gradient`. Returns [2 x c]: what x and 1 add to the gradient of x."""
+    x, x_stride = by_pixels(x)
+    tiles = tiles_of(x)
+    pieces, strides, count = of_three(pieces)
+    partial = x.new_empty((tiles.sums[0], 2, x.shape[1]), dtype=torch.float32)
+    plane = torch.empty_like(saved[:2])
+    _gradient_sum_kernel[tiles.sums](
+        *pieces, x, saved, partial, *tiles.sizes, *strides, x_stride, tiles.pixels_each, slope,
+        KIND=kind, PIECES=count, **tiles.sum_tile,
+    )  # fmt: skip
+    _parameter_gradient_kernel[by_channel(x.shape[1])](
+        partial, saved, of_weight, of_bias, plane, tiles.sums[0], *tiles.sizes, **PARTS
+    )
+    return plane

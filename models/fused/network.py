@@ -10,7 +10,7 @@ max pooling occurs twice in a window, the gradient may reach another one of the 
     concatenation            written in place by those who make its parts; parts of its gradient are read in place
     convolutions of an input are one convolution
     max pooling, up-sampling read and write in place; 9x9 is 5x5 twice, 13x13 three times (pools.py)
-    first convolution        on images with more channels, or on blocks of 2x2 pixels (stem.py)
+    first convolution        with the sums of its norm; its gradient goes straight into that of the weight (stem.py)
     weights                  copied to half precision all at once
     implicit knowledge       folded into the output convolutions anew in each step, with its gradient
     detection layer          its maps are views of what the convolutions put out

@@ -78,7 +78,7 @@ class Translator:
         branches = [Branch(conv, norm, activation or (kernels.IDENTITY, 0.0), target)]
         reorganised = source in self.reorganised
         if (reorganised or source is self.floats) and Stem.fits(conv, reorganised):
-            self._do(Stem(self.images, branches, reorganised))
+            self._do(Stem(self.images, *branches, reorganised))
         else:
             source.packed = True
             self._do(Block(source, branches))

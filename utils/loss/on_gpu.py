@@ -200,8 +200,10 @@ def _gap(prediction, channels_last):
     if prediction.permute(0, 2, 3, 1, 4).is_contiguous():
         return 0
     _, num_anchors, ny, nx, num_columns = prediction.shape
-    step = prediction.stride(3)
-    regular = prediction.stride() == (ny * nx * step, num_columns, nx * step, step, 1)
+    step = prediction.stride(3 if nx > 1 else 2 if ny > 1 else 0)
+    wanted = (ny * nx * step, num_columns, nx * step, step, 1)
+    axes = zip(prediction.shape, prediction.stride(), wanted, strict=True)
+    regular = all(size == 1 or mine == other for size, mine, other in axes)
     return step - num_anchors * num_columns if regular and step > num_anchors * num_columns else None
 
 
@@ -328,15 +330,14 @@ class WrittenGradients(torch.autograd.Function):
     def backward(ctx, scale):
         batch, matches, found = ctx.known
         tensors, scale = batch.tensors, scale.contiguous()
-        results = [torch.empty_strided(*size, dtype=dtype, device=scale.device) for *size, dtype in ctx.kinds]
-        results = Maps(tuple(results), *ctx.layout)
+        results = Maps(tuple(_with_gaps(*kind, *ctx.layout, scale.device) for kind in ctx.kinds), *ctx.layout)
         _, num_anchors, *_, num_columns = results.tensors[0].shape
         in_a_step = num_anchors if results.channels_last else 1
         step = in_a_step * num_columns + results.gap
         start = 0
         for result in results.tensors:
             num_cells = result.numel() // num_columns
-            size = num_cells // in_a_step * step - results.gap  # nothing after the last one
+            size = num_cells // in_a_step * step
             loss_kernels.dense_kernel[(triton.cdiv(size, 4096),)](
                 found.objectness[start : start + num_cells], scale, result, size,
                 A=in_a_step, STEP=step, COLUMNS=num_columns, BLOCK=4096, num_warps=4,
@@ -348,6 +349,13 @@ class WrittenGradients(torch.autograd.Function):
             COLUMNS=triton.next_power_of_2(num_columns), num_warps=1,
         )  # fmt: skip
         return None, None, None, None, None, *results.tensors
+
+
+def _with_gaps(shape, strides, dtype, channels_last, gap, device):
+    """An empty map; also its last cell has a gap after it, so that it can be taken for a matrix with whole rows."""
+    in_a_step = shape[1] if channels_last else 1
+    size = _num_cells(shape) // in_a_step * (in_a_step * shape[4] + gap)
+    return torch.empty(size, dtype=dtype, device=device).as_strided(shape, strides)
 
 
 def compute(loss, branches, batches: Sequence[TargetSet]):

@@ -3,6 +3,7 @@
 import torch
 from torch.nn import functional
 
+from models.common import ReOrg
 from models.fused import kernels, pools, stem, sums
 
 ACTIVATIONS = {
@@ -77,14 +78,22 @@ def upsample_gradient(pieces, out=None, plus=()):
     return sum(plus, gradients(lambda x: functional.interpolate(x, scale_factor=2), [x], pieces)[0])
 
 
-def _rearranged(images, dtype, block, border, channels):
-    if images.dtype == torch.uint8:
-        images = images.float() / 255
-    images = functional.pad(images, (0, images.shape[3] % block, 0, images.shape[2] % block))
-    if block == 2:
-        images = torch.cat([images[..., row::2, column::2] for column in (0, 1) for row in (0, 1)], 1)
-    images = functional.pad(images, (border, 0, border, 0, 0, channels - images.shape[1]))
-    return images.to(dtype, memory_format=torch.channels_last)
+def as_stem_reads(images, block):
+    images = images.float() / 255 if images.dtype == torch.uint8 else images
+    return ReOrg()(images) if block == 2 else images
+
+
+def stem_forward(images, conv, norm, kind, slope, block, dtype, places):
+    x = as_stem_reads(images, block).to(dtype)
+    y = functional.conv2d(x, conv.weight.to(dtype), None, conv.stride, 1)
+    return x, y, norm_activation(y, norm, kind, slope, places)
+
+
+def stem_gradient(pieces, kept, conv, kind, slope, of_weight, of_bias):
+    x, y, saved = kept
+    of_y = torch.empty_like(y)
+    norm_activation_gradient(pieces, y, saved, kind, slope, of_y, of_weight, of_bias)
+    return gradients(lambda w: functional.conv2d(x, w.to(x.dtype), None, conv.stride, 1), [conv.weight], [of_y])[0]
 
 
 def use(monkeypatch):
@@ -95,4 +104,5 @@ def use(monkeypatch):
         monkeypatch.setattr(sums, name, globals()[name])
     for name in ("max_pool", "max_pool_gradient", "upsample", "upsample_gradient"):
         monkeypatch.setattr(pools, name, globals()[name])
-    monkeypatch.setattr(stem, "_rearranged", _rearranged)
+    monkeypatch.setattr(stem, "forward", stem_forward)
+    monkeypatch.setattr(stem, "gradient", stem_gradient)

@@ -3,11 +3,17 @@
 Run by test_pools.py in a process of its own: Triton reads TRITON_INTERPRET when it is imported.
 """
 
+from copy import deepcopy
+
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
+from models.common import ReOrg
 from models.fused import pools, stem
+from models.fused.plan import kind_of
+from tests.models.fused.small_models import distance
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # channels that are no multiple of 8 or more than a program takes, odd sides, sides smaller than the windows
@@ -146,8 +152,6 @@ def test_what_cannot_be_done_is_said():
         pools.upsample_gradient([x] * 4)
     with pytest.raises(ValueError, match="different shapes"):
         pools.upsample_gradient([x, x[:, :4]])
-    with pytest.raises(ValueError, match="power of two"):
-        stem.padded_images(x, 12)
 
 
 def test_maps_that_are_laid_out_otherwise_are_copied():
@@ -169,51 +173,39 @@ def bytes_of(shape, channels_last):
     return images.contiguous(memory_format=torch.channels_last) if channels_last else images
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_images_become_half_as_they_do_by_single_steps(channels_last):
-    images = bytes_of((2, 3, 7, 5), channels_last)
-    for source in (images, as_fractions(images), images[:, :, 1:]):
-        wanted = (as_fractions(source) if source.dtype == torch.uint8 else source).half()
-        found = stem.padded_images(source, 8)
-        assert found.is_contiguous(memory_format=torch.channels_last) and found.shape[1] == 8
-        assert found[:, :3].equal(wanted) and not found[:, 3:].any()
-        blocks = stem.depth_images(source)
-        assert blocks.is_contiguous(memory_format=torch.channels_last)
-        assert not blocks[:, 12:].any() and not blocks[:, :, 0].any() and not blocks[..., 0].any()
-        for number, (column, row) in enumerate(((0, 0), (0, 1), (1, 0), (1, 1))):
-            part = wanted[:, :, row::2, column::2]
-            found = blocks[:, number * 3 : number * 3 + 3, 1 : 1 + part.shape[2], 1 : 1 + part.shape[3]]
-            assert found.equal(part)
+@pytest.mark.parametrize(("colours", "outputs", "size", "stride", "block", "activation"), [
+    (3, 32, (9, 7), 2, 1, nn.LeakyReLU(0.1)), (3, 24, (6, 8), 1, 1, nn.SiLU()), (1, 8, (1, 2), 1, 1, nn.Identity()),
+    (3, 40, (8, 6), 1, 2, nn.SiLU()), (4, 16, (7, 5), 2, 1, nn.SiLU()),
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32] + [torch.float16, torch.bfloat16] * (DEVICE == "cuda"))
+@pytest.mark.parametrize("source", ["bytes", "floats", "channels last"])
+def test_the_stem_equals_convolution_norm_and_activation(
+    colours, outputs, size, stride, block, activation, dtype, source
+):
+    torch.manual_seed(0)
+    images = bytes_of((2, colours, *size), source == "channels last")
+    exact_images = as_fractions(images).to(dtype).double()
+    images = as_fractions(images) if source == "floats" else images
+    conv = nn.Conv2d(colours * block**2, outputs, 3, stride, 1, bias=False).to(DEVICE)
+    norm = nn.BatchNorm2d(outputs, eps=1e-3, momentum=0.03).to(DEVICE)
+    nn.init.uniform_(norm.weight, 0.5, 1.5), nn.init.normal_(norm.bias)
+    exact = nn.Sequential(ReOrg() if block == 2 else nn.Identity(), deepcopy(conv), deepcopy(norm), activation).double()
+    exact[1].weight.data = conv.weight.detach().to(dtype).double()
+    wanted = exact(exact_images)
+    places = [sliced(torch.zeros(wanted.shape, device=DEVICE, dtype=dtype)) for _ in range(2)]
+    kind = kind_of(activation)
+    kept = stem.forward(images, conv, norm, *kind, block, dtype, places)
+    limit = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    assert all(distance([place], [wanted]) < limit for place in places)
+    assert distance([norm.running_mean, norm.running_var], [exact[2].running_mean, exact[2].running_var]) < limit
+    pieces = [sliced(random(wanted.shape, dtype, seed=n)) for n in (1, 2)]
+    wanted.backward(sum(piece.double() for piece in pieces))
+    of_weight, of_bias = (torch.empty(outputs, device=DEVICE) for _ in range(2))
+    found = stem.gradient(pieces, kept, conv, *kind, of_weight, of_bias)
+    pairs = [(found, exact[1].weight.grad), (of_weight, exact[2].weight.grad), (of_bias, exact[2].bias.grad)]
+    assert all(a.shape == b.shape and distance([a], [b]) < 2 * limit for a, b in pairs)
 
 
-def test_blocks_without_border_are_those_of_reorg():
-    from models.common import ReOrg
-
-    images = bytes_of((2, 3, 8, 6), False)
-    assert stem.depth_images(images, torch.float32, border=0)[:, :12].equal(ReOrg()(as_fractions(images)))
-
-
-@pytest.mark.parametrize("size", [(8, 6), (7, 9), (1, 2)])
-@pytest.mark.parametrize("colours", [3, 1])
-def test_the_stem_on_blocks_equals_the_strided_convolution(size, colours):
-    images = bytes_of((2, colours, *size), True)
-    weight = random((6, colours, 3, 3)).contiguous().double().requires_grad_()
-    wanted = functional.conv2d(as_fractions(images).double(), weight, stride=2, padding=1)
-    blocks = stem.depth_images(images, torch.float64)
-    rearranged = stem.depth_weight(weight.detach(), torch.float64).requires_grad_()
-    y = functional.conv2d(blocks, rearranged)
-    assert y.shape == wanted.shape and torch.allclose(y, wanted, rtol=0, atol=1e-12)  # the same terms in another order
-    gradient = torch.randn_like(wanted)
-    wanted.backward(gradient), y.backward(gradient)
-    found = stem.depth_weight_gradient(rearranged.grad, colours)
-    assert torch.allclose(found, weight.grad, rtol=0, atol=1e-11)
-    inside = stem.depth_weight(torch.ones_like(weight), torch.float64)
-    assert inside.sum() == weight.numel() and set(inside.unique().tolist()) == {0.0, 1.0}
-
-
-def test_the_padded_stem_equals_the_plain_one():
-    images, weight = bytes_of((1, 3, 6, 7), False), random((4, 3, 3, 3))
-    wanted = functional.conv2d(as_fractions(images), weight, padding=1)
-    y = functional.conv2d(stem.padded_images(images, 4, torch.float32),
-                          stem.padded_weight(weight, 4, torch.float32), padding=1)  # fmt: skip
-    assert torch.allclose(y, wanted, atol=1e-5)
+def test_reorg_needs_even_sides():
+    with pytest.raises(ValueError, match="7 x 6: give even sides"):
+        stem.output_size(torch.zeros(1, 3, 7, 6), nn.Conv2d(12, 8, 3), 2)

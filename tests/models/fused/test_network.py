@@ -159,3 +159,18 @@ def test_windows_of_a_pyramid_go_on_from_one_another(plain):
     pools = [operation for operation in fused.plan.operations if type(operation).__name__ == "Pool"]
     assert [pool.window for pool in pools] == [2, 2, 2, 5, 5, 5]
     assert isinstance(fused.model.model[32].m, nn.MaxPool2d) and fused.model.model[32].m.kernel_size == 9
+
+
+def test_gradients_of_maps_are_read_as_they_lie(plain):
+    model = random_model(SMALL)
+    other, x = deepcopy(model), images()
+    plan, other_plan = fused_model(model).train().plan, fused_model(other).train().plan
+    (maps, tape), (_, other_tape) = plan.forward(x, torch.float32), other_plan.forward(x, torch.float32)
+    gradients, among_others = [torch.randn(y.shape, device=DEVICE) for y in maps], []
+    for y, gradient in zip(maps, gradients, strict=True):
+        assert not y.is_contiguous() and y.stride(3) > y.shape[1] * y.shape[4]  # there is a gap after each pixel
+        room = torch.full((y.untyped_storage().nbytes() // 4,), float("nan"), device=DEVICE)
+        among_others.append(room.as_strided(y.shape, y.stride()).copy_(gradient))
+    found, wanted = plan.backward(tape, among_others), other_plan.backward(other_tape, gradients)
+    found, wanted = ([part for part in parts if part is not None] for parts in (found, wanted))
+    assert len(found) == len(wanted) > 0 and distance(found, wanted) < 1e-3  # a GPU may convolve in TF32
