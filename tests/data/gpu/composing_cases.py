@@ -1,6 +1,7 @@
 """Batches composed by the kernel against the reference loader, on a GPU or interpreted on a CPU.
 
 Run by test_compose.py in a process of its own: Triton reads TRITON_INTERPRET when it is imported.
+YOLOV7FAST_EPOCHS=67 compares 200 batches of each configuration.
 """
 
 import os
@@ -19,6 +20,7 @@ from utils.data.mosaic import draw_mosaic4
 from utils.system.random_state import seed_generators
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NUM_EPOCHS = int(os.environ.get("YOLOV7FAST_EPOCHS", "2"))
 
 
 @pytest.fixture(autouse=True)
@@ -47,11 +49,11 @@ def room():
 
 
 def read(folder, changes, options, compose=None):
-    """Two epochs of batches: (images, targets, paths, shapes, how many samples were drawn only)."""
+    """NUM_EPOCHS of batches: (images, targets, paths, shapes, how many samples were drawn only)."""
     flags = {"worker_tensor": True, "compose": compose} if compose else {}
     loader, dataset = open_loader(folder, changes, **options, **flags)
     batches = []
-    for epoch in range(2):
+    for epoch in range(NUM_EPOCHS):
         if options.get("image_weights"):
             drawn_weights(dataset, epoch)
         for images, targets, paths, shapes in loader:

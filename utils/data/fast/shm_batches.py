@@ -133,6 +133,7 @@ class BatchWriter:
         self.source, self.ring, self.collate_group, self.late = source, ring, collate_group, late
         self.group_size = 4 if collate_group else 1
         self.current = -1, -1  # slot and position of the sample that is being made
+        self.is_placed = False  # whether its pixels lie where they belong
 
     def enter(self):
         """Called in the worker: the data set of the main process stays as it is."""
@@ -144,28 +145,31 @@ class BatchWriter:
 
     def _place(self, shape, dtype):
         assert dtype == np.uint8, "slots hold bytes"
+        self.is_placed = True
         return self.ring.place(*self.current, shape)
 
     def __call__(self, task, doing):
         """Answer to (slot, start, stop): targets [n x 6], image shape, paths and shapes of the samples."""
         slot, start, stop = task
         targets, paths, shapes = [], [], []
+        keys = {position: tuple(key) for position, key in enumerate(self.ring.keys[slot, start:stop].tolist(), start)}
+        steps = self.ring.steps(slot) if self.late else None
         for number in range(start // self.group_size, -(-stop // self.group_size)):
             first = number * self.group_size
             samples = []
             for position in range(first, min(first + self.group_size, stop)):
+                self.is_placed = False
                 doing[:] = self.current = slot, position  # before it begins, for it may be the end of this worker
                 if self.late:
-                    self.source.dataset.begin(self.ring.steps(slot)[position])
-                samples.append(self.source[self._key(slot, position)])
+                    self.source.dataset.begin(steps[position])
+                samples.append(self.source[keys[position]])
             image, rows, _, _ = samples[0]
             if self.collate_group:
-                images, rows, _, _ = self.source.collate_group(self.collate_group, self._key(slot, first), samples)
+                images, rows, _, _ = self.source.collate_group(self.collate_group, keys[first], samples)
                 image = images[0]
             rows[:, 0] = number
-            place = self.ring.place(slot, number, image.shape)
-            if image.data_ptr() != place.ctypes.data:  # a group, or of a data set with memory of its own
-                place[:] = image
+            if not self.is_placed:  # a group, or of a data set with memory of its own
+                self.ring.place(slot, number, image.shape)[:] = image
             targets.append(rows.numpy())
             paths += [path for _, _, path, _ in samples]
             shapes += [shape for _, _, _, shape in samples]
@@ -173,10 +177,7 @@ class BatchWriter:
 
     def describe(self, slot, position):
         """The file of a sample, for messages."""
-        return self.source.path(self._key(slot, position)) if slot >= 0 else "nothing"
-
-    def _key(self, slot, position):
-        return tuple(self.ring.keys[slot, position].tolist())
+        return self.source.path(self.ring.keys[slot, position].tolist()) if slot >= 0 else "nothing"
 
 
 @dataclass
