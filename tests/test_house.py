@@ -4,7 +4,9 @@ Reads the source with `ast`; nothing of it is imported. CLAUDE.md shows the floo
 """
 
 import ast
+import re
 from functools import cache
+from itertools import pairwise
 
 import pytest
 
@@ -96,6 +98,29 @@ def test_the_table_for_people_says_the_same():
             for path in cells[2].split(", "):
                 shown[path.rstrip("/").removesuffix(".py").replace("/", ".")] = int(cells[1])
     assert shown == FLOOR
+
+
+def test_the_diagram_for_people_shows_real_imports():
+    """docs/architecture.md: nodes name packages, arrows imports; every package is in a node, but for the faces."""
+    diagram = (PROJECT_ROOT / "docs/architecture.md").read_text(encoding="utf-8").partition("```mermaid")[2]
+    diagram = diagram.partition("```")[0]
+    rooms = {
+        node: tuple(path.strip("/").removesuffix(".py").replace("/", ".") for path in paths.split(", "))
+        for node, paths in re.findall(r'(\w+)\["<b>(.+?)</b>', diagram)
+    }
+    missing = set(FLOOR) - {"utils.general", "utils.torch_utils"} - {room for names in rooms.values() for room in names}
+    assert not missing
+    violations = []
+    for line in diagram.splitlines():
+        nodes = re.split(r"\s+-\S*>(?:\|.*?\|)?\s+", line.strip())
+        for here, there in pairwise(nodes):
+            names = [name for name in modules() if belongs_to(name, rooms[here])]
+            found = any(belongs_to(target, rooms[there]) for name in names for target in imports(name))
+            if "-.->" in line:  # doors load by name
+                found = found or any(f"{rooms[there][0]}." in modules()[name].read_text("utf-8") for name in names)
+            if not found:
+                violations.append(f"{here} does not import {there}")
+    complain(violations)
 
 
 def test_every_module_stands_on_a_floor():

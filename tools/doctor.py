@@ -174,12 +174,12 @@ def expected_rates(gpu_name, cores):
     """
     gpu = next((key for key in roofline.GPUS if gpu_name and key in gpu_name), None)
     yield "| job | GPU, img/s | cores, img/s | 100 epochs of COCO | limit |\n|---|---|---|---|---|"
-    for model, side, batch in roofline.MEASURED["fused"]:
+    for model, side, batch in roofline.MEASURED["planned"]:
         job, by_cores = f"{model} {side} px batch {batch}", cores * 1000 / SAMPLE_MS[side]
         if gpu is None:
             yield f"| {job} | {'not in the model' if gpu_name else 'no GPU'} | {by_cores:.0f} | unknown | unknown |"
             continue
-        by_gpu = roofline.rate(f"cfg/training/{model}.yaml", side, batch, "fused", gpu)
+        by_gpu = roofline.rate(f"cfg/training/{model}.yaml", side, batch, "planned", gpu)
         hours = 100 * COCO_IMAGES / min(by_gpu, by_cores) / 3600
         needed, fewer = (math.ceil(by_gpu * times[side] / 1000) for times in (SAMPLE_MS, DRAWN_MS))
         limit = "GPU" if cores >= needed else f"cores: {needed} keep the GPU busy, {fewer} with --cache-images gpu"

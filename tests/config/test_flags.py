@@ -1,31 +1,15 @@
-"""The rows of all flags: what they say is what the parser, the checks, opt.yaml and README.md have."""
+"""The rows of all flags: what they say is what the parser, the checks, opt.yaml and docs/flags.md have."""
 
 import pytest
 
-from utils.config.flags import DETECT_FLAGS, EXPORT_FLAGS, KEPT, MACHINE, START, STAYS, TEST_FLAGS, TRAIN_FLAGS, Flag
+from tools.make_docs import flags_page
+from utils.config.flags import MACHINE, STAYS, TRAIN_FLAGS, Flag
 from utils.config.limits import at_least
 from utils.config.options import check_train_options, detect_parser, load_options, save_options, train_parser
-from utils.system.files import PROJECT_ROOT
-
-MARKS = {KEPT: "", STAYS: "*", MACHINE: "+", START: ""}
 
 
 def parsed(line):
     return train_parser().parse_args(["--cfg", "c.yaml", *line.split()])
-
-
-def readme_lines():
-    """The table of all flags as README.md has to have it."""
-    groups = {}
-    for flag in TRAIN_FLAGS.values():
-        groups.setdefault(flag.group.partition(" (")[0], []).append(f"`{flag.name}`{MARKS[flag.resume]}")
-    for program, flags in (("test", TEST_FLAGS), ("detect", DETECT_FLAGS), ("export", EXPORT_FLAGS)):
-        groups[f"`{program}.py`"] = [f"`{flag.name}`" for flag in flags.values()]
-    return [f"| {group} | {' '.join(flags)} |" for group, flags in groups.items()]
-
-
-def test_readme_names_every_flag():
-    assert [line for line in readme_lines() if line not in (PROJECT_ROOT / "README.md").read_text().splitlines()] == []
 
 
 def test_a_row_is_all_that_a_new_flag_needs(tmp_path, monkeypatch, capsys):
@@ -43,7 +27,7 @@ def test_a_row_is_all_that_a_new_flag_needs(tmp_path, monkeypatch, capsys):
     (tmp_path / "opt.yaml").write_text("new_flag: many")
     with pytest.raises(ValueError, match="new_flag has to be a number, not 'many'"):
         load_options(tmp_path / "opt.yaml")
-    assert any("`--new-flag`*" in line for line in readme_lines())
+    assert "| `--new-flag`, `--new_flag` `N` | `2` | a help | taken, and kept |" in flags_page().splitlines()
 
 
 def test_what_only_changes_speed_can_be_turned_off():

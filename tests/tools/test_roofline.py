@@ -81,7 +81,7 @@ def test_tables(capsys, small):
     assert all("predicted, not measured" in line for line in rates if "| 4090 |" in line or "| 5090 |" in line)
     assert "7581: -" in rates[0] and sum("ms on 5090" in line for line in lines) == 2 * len(JOBS)
     roofline.main(roofline.parser().parse_args(["--cfg", small, "--img", "128", "--batch", "3"]))
-    assert "| small 128 px batch 3 | fused | H100 |" in capsys.readouterr().out
+    assert "| small 128 px batch 3 | planned | H100 |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("options", [["--img", "100"], ["--batch", "0"], ["--cfg", "missing.yaml"]])

@@ -1,7 +1,7 @@
 """Every flag of train.py, test.py, detect.py and export.py, one row each.
 
-The parsers, the checks, --resume, opt.yaml, the staged approval and the table in README.md all read these rows. A new
-flag is a new row; the code that it is for finds its value in the options, under `dest`.
+The parsers, the checks, --resume, opt.yaml, the staged approval and docs/flags.md (tools/make_docs.py) all read these
+rows. A new flag is a new row; the code that it is for finds its value in the options, under `dest`.
 """
 
 import argparse

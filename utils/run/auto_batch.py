@@ -153,11 +153,15 @@ def step_cost(run: Run, build_model: Callable[[], Model]) -> tuple[float, float]
 
     Measured, with a model of their own beside what is there already; infinite if they do not fit.
     """
-    device, batch_size = run.device, run.options.batch_size
+    device, batch_size, side = run.device, run.options.batch_size, largest_side(run.options)
     with random_state.kept():
         before = torch.cuda.memory_reserved(device)
-        trial = new_trial(run, largest_side(run.options), build_model())
-        peak = memory_of(trial, batch_size)
+        trial = new_trial(run, side, build_model())
+        try:
+            fast_paths.for_trials(run.options, device).ahead(trial.steps, (batch_size, 3, side, side))
+            peak = memory_of(trial, batch_size)
+        except torch.cuda.OutOfMemoryError:
+            peak = math.inf
         seconds = seconds_of(trial, batch_size) / batch_size if peak < math.inf else math.inf
         del trial
         gc.collect()

@@ -189,6 +189,7 @@ def test_room_on_the_card_is_what_training_leaves(monkeypatch):
     room, why = placing.room_on_card(CPU, 63 * 10**9, step)
     assert not measured and room == 62 * 10**9 and why == "the GPU has 62.0 GB free"
     room, why = placing.room_on_card(CPU, 10**9, step)
+    assert placing.room_on_card(CPU, 10**9, lambda: (np.inf, np.inf)) == (-1, "training alone fills the GPU")
     assert room == 32 * 10**9 and why == "the GPU has 32.0 GB free beside training, which takes 30.0 GB"
 
 

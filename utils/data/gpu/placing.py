@@ -74,6 +74,8 @@ def room_on_card(device: torch.device, num_bytes: int, step_cost: Callable[[], t
     if num_bytes > free:
         return free, f"the GPU has {describe_bytes(max(free, 0))} free"
     training, _ = step_cost()
+    if training == math.inf:
+        return -1, "training alone fills the GPU"
     return free - training, f"the GPU has {describe_bytes(max(free - training, 0))} free beside training, " \
                             f"which takes {describe_bytes(training)}"  # fmt: skip
 
