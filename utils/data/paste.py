@@ -76,12 +76,14 @@ def sample_segments(canvas, labels, segments, probability=0.5):
         return []
     height, width = canvas.shape[:2]
     corners = labels[rows, 1:5].astype(np.int64).clip(0, (width - 1, height - 1) * 2).tolist()
+    categories, starts = labels[rows, 0].tolist(), polygons.starts()[rows].tolist()
+    points, counts = polygons.points.astype(np.int32), polygons.counts[rows].tolist()
     samples = []
     for j in random.sample(range(len(rows)), k=round(probability * len(rows))):
         x1, y1, x2, y2 = corners[j]
         if x2 > x1 and y2 > y1:
-            outline = polygons[rows[j]].astype(np.int32)
-            samples.append(Sample(float(labels[rows[j], 0]), (x1, y1, x2, y2), outline, canvas))
+            outline = points[starts[j] : starts[j] + counts[j]]
+            samples.append(Sample(categories[j], (x1, y1, x2, y2), outline, canvas))
     return samples
 
 

@@ -107,8 +107,8 @@ def _kernel(store, recipe, numbers, longs, doubles, pixels, pixel_numbers, divis
     else:
         blue, green, red = _layer(store, numbers + HEADER // 4, longs + HEADER // 8, doubles + HEADER // 8, row, column,
                                   inside, FLOATING, PRECISION, FRACTION, OUTSIDE, LAYER, TILE)  # fmt: skip
+    SECOND: tl.constexpr = HEADER + LAYER_BYTES
     if num_layers == 2:
-        SECOND: tl.constexpr = HEADER + LAYER_BYTES
         blue2, green2, red2 = _layer(store, numbers + SECOND // 4, longs + SECOND // 8, doubles + SECOND // 8, row,
                                      column, inside, FLOATING, PRECISION, FRACTION, OUTSIDE, LAYER, TILE)  # fmt: skip
         ratio = tl.load(doubles + HEADER // 8 - 1)
