@@ -59,7 +59,8 @@ def trained(monkeypatch):
     sums, step = [], FastSteps.step
 
     def watched(steps, iteration, epoch, batch):
-        sums.append(sha256(batch.images.cpu().contiguous().numpy().tobytes()).hexdigest())
+        if batch.paths[0] != "noise":  # of a trial that measures what a step takes
+            sums.append(sha256(batch.images.cpu().contiguous().numpy().tobytes()).hexdigest())
         return step(steps, iteration, epoch, batch)
 
     monkeypatch.setattr(FastSteps, "step", watched)

@@ -183,8 +183,9 @@ def test_runs_whose_batches_are_composed():
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
-def test_two_processes_share_the_images(card, tmp_path):
+def test_two_processes_share_the_images(card, tmp_path, monkeypatch):
     """One copy in the host's memory for both, also after the size has changed."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # a forked process has no CUDA
     asked = card(0)
     flags = ("--batch-size", "4", "--seed", "3", "--resize-schedule", "0:32,1:64", "--workers", "1", "--fast")
     line = small_run.arguments(tmp_path, *flags, num_images=10)
