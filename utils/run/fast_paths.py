@@ -242,10 +242,11 @@ def why_not_fused(opt: Namespace, device: torch.device, compiling: str | None) -
 
 def why_no_images(opt: Namespace, device: torch.device) -> str | None:
     """What keeps images from lying beside the model; what depends on the data set is seen when it is there."""
-    return _first({
+    reason = _first({
         "Triton and a GPU are needed": not has_triton(device),
         "there are no loader workers": not opt.workers,
     })  # fmt: skip
+    return reason and reason + ", so they are in RAM" * (opt.cache_images == "gpu")
 
 
 def why_not_kept(opt: Namespace, device: torch.device) -> str | None:
