@@ -89,7 +89,7 @@ def train(given):
     steps = paths.steps(trainer)
 
     stride = max(int(model.stride.max()), 32)
-    loaders = open_loaders(run, paths.loader, stride, progress.start_epoch, paths.shares_validation)
+    loaders = open_loaders(run, paths, stride, progress.start_epoch, lambda: build_model(run)[0])
     resume.note_images(progress, loaders.dataset.img_files, opt)
     report, checkpoints = open_records(given, paths, progress, heads_of(model))
     report.also(steps.scalars)

@@ -6,6 +6,7 @@ import subprocess
 import threading
 import time
 from collections import defaultdict
+from typing import NamedTuple
 
 import torch
 
@@ -126,6 +127,18 @@ class GpuLoad:
         return sum(self.samples) / len(self.samples) if self.samples else None
 
 
+class Resident(NamedTuple):
+    """Finished images uint8 [b x h x w x 3: RGB] on the device, in the role of a batch that is finished there."""
+
+    images: torch.Tensor
+
+    def __len__(self):
+        return len(self.images)
+
+    def on_device(self, room):
+        return room(2, self.images.shape).copy_(self.images).permute(0, 3, 1, 2)
+
+
 class Source:
     """A loader that can be told to hand out one `resident` batch, on the device, instead of reading."""
 
@@ -162,9 +175,12 @@ class Source:
             yield images, targets, paths, shapes
 
     def _kept(self, images):
-        """A copy of `images` on the device; those that a worker has not finished are finished in each step."""
+        """A copy of `images` on the device; deferred steps are made in each step, composed images are there already."""
         if isinstance(images, DeferredBatch):
             return DeferredBatch(*(part.to(self.device, copy=True) for part in images))
+        if hasattr(images, "on_device"):  # composed
+            finished = images.on_device(lambda _, shape: torch.empty(shape, dtype=torch.uint8, device=self.device))
+            return Resident(finished.permute(0, 2, 3, 1).contiguous())
         return images.to(self.device, copy=True)
 
 

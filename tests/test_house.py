@@ -19,7 +19,7 @@ FLOORS = (
     ("utils.data.labels",),
     ("utils.head_config", "utils.data", "utils.loss", "utils.metrics"),
     ("utils.data.fast", "utils.plots", "utils.export"),
-    ("utils.datasets",),
+    ("utils.datasets", "utils.data.gpu"),
     ("utils.engine", "utils.loggers", "utils.detect"),
     ("models", "utils.fast"),
     ("utils.run",),
@@ -28,9 +28,9 @@ FLOORS = (
     ("train",),
 )
 FLOOR = {package: floor for floor, packages in enumerate(FLOORS) for package in packages}
-OPT_IN = ("utils.fast", "utils.data.fast", "utils.loss.batched", "utils.loss.batched_assigner", "utils.loss.candidates",
-          "utils.loss.gradients", "utils.loss.on_gpu", "utils.loss.assign_kernels", "utils.loss.loss_kernels",
-          "models.fused")  # fmt: skip
+OPT_IN = ("utils.fast", "utils.data.fast", "utils.data.gpu", "utils.loss.batched", "utils.loss.batched_assigner",
+          "utils.loss.candidates", "utils.loss.gradients", "utils.loss.on_gpu", "utils.loss.assign_kernels",
+          "utils.loss.loss_kernels", "models.fused")  # fmt: skip
 # Besides the opt-in modules themselves, these may import them, and only inside of functions: a run without flags
 # loads none. Tools may measure what they like.
 DOORS = ("utils.run.fast_paths", "utils.datasets")

@@ -108,6 +108,18 @@ def augment_a_batch():
         device_augment_triton.augment(pixels, steps, tables, mode, torch.zeros(2, 32, 32, 3, dtype=torch.uint8))
 
 
+def compose_a_batch():
+    from utils.data.fast import deferred
+    from utils.data.gpu import compose_triton
+    from utils.data.gpu.recipes import RECIPE
+
+    tables = SimpleNamespace(divisions=torch.zeros(512, dtype=torch.int32), colours=torch.zeros(9, dtype=torch.int32))
+    store, recipes = torch.zeros(99, dtype=torch.uint8), torch.zeros(2, RECIPE, dtype=torch.uint8)
+    for mode in (deferred.FLOATING, deferred.FIXED):
+        images = torch.zeros(2, 64, 64, 3, dtype=torch.uint8)
+        compose_triton.compose(store, recipes, torch.zeros(16, dtype=torch.uint8), tables, mode, images)
+
+
 def compute_losses():
     from tests.loss_cases import random_case
     from utils.loss.batched import BatchedLoss, BatchedLossOTA
@@ -127,6 +139,7 @@ LAUNCHES = {
     "pools": pool_and_upsample,
     "stem": first_convolution,
     "augmentation": augment_a_batch,
+    "composing": compose_a_batch,
     "losses": compute_losses,
 }
 

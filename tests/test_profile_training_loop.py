@@ -158,3 +158,17 @@ def test_two_processes_end_after_the_same_step(tmp_path):
     small_run.make_cfg(tmp_path)
     for ended in run_ranks(partial(profile_of_a_rank, tmp_path), tmp_path):
         assert ended.status == 0, ended.text
+
+
+def test_a_composed_batch_is_resident_as_finished_images():
+    class Composed:
+        def on_device(self, room):
+            return room(2, (2, 4, 4, 3)).fill_(7).permute(0, 3, 1, 2)
+
+    source = profiling.Source([(Composed(), torch.zeros(1, 6), ("a.jpg",), None)] * 3, CPU, profiling.Timeline(CPU))
+    next(iter(source))
+    source.resident = True
+    for images, *_ in source:
+        there = images.on_device(lambda number, shape: torch.empty(shape, dtype=torch.uint8))
+        assert len(images) == 2 and there.shape == (2, 3, 4, 4) and bool((there == 7).all())
+        assert there.is_contiguous(memory_format=torch.channels_last)

@@ -16,6 +16,7 @@ results.png.
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -32,7 +33,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.bench_samples import make_dataset
 from utils import datasets
 from utils.config.hyp import load_hyp
-from utils.data.fast.device_augment import DeferredBatch
 from utils.system.streams import keep_streams
 
 LOADERS = {
@@ -93,6 +93,7 @@ def measure(dataset, options, flags):
             workers=options.workers, **flags, **fine_tuning(options, flags),
         )  # fmt: skip
     first_batch, gaps, intervals, num_images = None, [], [], 0
+    room = rooms_on("cuda")
     for epoch in range(1 + options.epochs):
         if epoch == 1:
             began, main_began, workers_began = time.perf_counter(), time.process_time(), cpu_seconds(children())
@@ -104,7 +105,7 @@ def measure(dataset, options, flags):
                 num_images += len(images)
                 (intervals if k else gaps).append(waited * 1e3)
             if on_gpu:
-                on_device(images)
+                on_device(images, room)
             before = time.perf_counter()
     if on_gpu:
         torch.cuda.synchronize()
@@ -123,10 +124,25 @@ def measure(dataset, options, flags):
     }
 
 
-def on_device(images):
-    """A batch on the GPU, and augmented there if its workers have left that to it (--fast-step)."""
-    if isinstance(images, DeferredBatch):
-        return DeferredBatch(*(part.to("cuda", non_blocking=True) for part in images)).augmented()
+def rooms_on(device):
+    """Tensors by number, each made once, as the Prefetcher has them."""
+    import torch
+
+    rooms = {}
+
+    def room(number, shape):
+        size = math.prod(shape)
+        if number not in rooms or rooms[number].numel() < size:
+            rooms[number] = torch.empty(size, dtype=torch.uint8, device=device)
+        return rooms[number][:size].view(shape)
+
+    return room
+
+
+def on_device(images, room):
+    """A batch on the GPU, and finished there if its workers have left that to it (--fast-step, --cache-images gpu)."""
+    if hasattr(images, "on_device"):
+        return images.on_device(room)
     return images.to("cuda", non_blocking=True)
 
 
@@ -138,11 +154,11 @@ def fine_tuning(options, flags):
     return {name: value for name, value in chosen.items() if value}
 
 
-def in_process(dataset, options, flags):
-    """`measure` in a forked process."""
+def in_process(*arguments, function=measure):
+    """`function(*arguments)` in a forked process."""
     context = get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=lambda: sender.send(measure(dataset, options, flags)))
+    process = context.Process(target=lambda: sender.send(function(*arguments)))
     process.start()
     sender.close()
     try:

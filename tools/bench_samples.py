@@ -107,7 +107,7 @@ def plain_polygon_boxes(warp, polygons):
     return boxes
 
 
-def plain_mixup(img1, labels1, img2, labels2):
+def plain_mixup(img1, labels1, img2, labels2, _):
     ratio = np.random.beta(8.0, 8.0)
     return (img1 * ratio + img2 * (1 - ratio)).astype(np.uint8), np.concatenate((labels1, labels2))
 

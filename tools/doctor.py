@@ -30,8 +30,10 @@ from utils.system.memory import SHARED_MEMORY, available_memory, describe_bytes 
 OK, SLOW, WRONG = "ok", "slow", "WRONG"
 GB = 10**9
 SAMPLE_MS = {320: 1.6, 640: 6.2}  # CPU time of a training image by its side, the GPU finishing it (--fast)
+# The same where it only draws (--cache-images gpu): by the ratio that tools/bench_composing.py found on another machine
+DRAWN_MS = {320: 0.9, 640: 1.5}
 COCO_IMAGES = 118_287
-CACHE_BYTES = {320: 27 * GB, 640: 108 * GB}  # of COCO in memory (--cache-images)
+CACHE_BYTES = {320: 27 * GB, 640: 108 * GB}  # of COCO in memory, or on the card (--cache-images)
 DISK_BYTES = 60 * GB  # COCO, coco320 and the caches
 TESTED = {"torch": ("2.4", "2.14"), "numpy": ("1.24", "2.4"), "cv2": ("4.8", "5.0")}  # oldest and newest version
 PIN_BYTES = 256 * 10**6  # more than three batches of 64 images at 640 px
@@ -82,13 +84,15 @@ def judge_gpu_memory(free, total):
         return Row("GPU memory", found, SLOW, "another program uses the GPU (nvidia-smi names it): end it")
     if total < 12 * GB:
         return Row("GPU memory", found, SLOW, "small: --batch-size -1 finds the largest batch that fits")
-    return Row("GPU memory", found)
+    fits = _fitting(0.6 * free)  # training takes the rest
+    return Row("GPU memory", found, OK, f"--cache-images gpu: COCO fits on it at {fits} px" if fits else "")
 
 
 def judge_cores(usable, of_machine):
     found = f"{usable} of {of_machine}"
     if usable < 4:
-        return Row("CPU cores", found, SLOW, f"too few to feed a GPU: --workers {usable}, or rent 16 cores")
+        return Row("CPU cores", found, SLOW, f"too few to feed a GPU: --workers {usable} --cache-images gpu, or rent "
+                   "16 cores")  # fmt: skip
     return Row("CPU cores", found, OK, f"--workers {min(usable, 16)}")
 
 
@@ -99,9 +103,14 @@ def judge_memory(available):
     found = f"{describe_bytes(available)} available"
     if available < 4 * GB:
         return Row("memory", found, SLOW, "workers may be killed: at most --workers 2, no --cache-images")
-    fits = " and ".join(str(side) for side, size in CACHE_BYTES.items() if available > 1.2 * size)
+    fits = _fitting(available / 1.2)
     advice = f"--cache-images: COCO fits at {fits} px" if fits else "COCO does not fit: --cache-images disk uses a file"
     return Row("memory", found, OK, advice)
+
+
+def _fitting(num_bytes):
+    """The sides at which COCO's images fit into so much, as text."""
+    return " and ".join(str(side) for side, size in CACHE_BYTES.items() if num_bytes > size)
 
 
 def judge_shared_memory(size):
@@ -157,7 +166,11 @@ def judge_version(module, version):
 
 
 def expected_rates(gpu_name, cores):
-    """The table of rates, line by line, for a GPU called `gpu_name` (None without one) and a number of cores."""
+    """The table of rates, line by line, for a GPU called `gpu_name` (None without one) and a number of cores.
+
+    The workers make the samples; where they are too slow, the last column says how many would do, and how many if they
+    only drew them.
+    """
     gpu = next((key for key in roofline.GPUS if gpu_name and key in gpu_name), None)
     yield "| job | GPU, img/s | cores, img/s | 100 epochs of COCO | limit |\n|---|---|---|---|---|"
     for model, side, batch in roofline.MEASURED["planned"]:
@@ -167,8 +180,8 @@ def expected_rates(gpu_name, cores):
             continue
         by_gpu = roofline.rate(f"cfg/training/{model}.yaml", side, batch, "planned", gpu)
         hours = 100 * COCO_IMAGES / min(by_gpu, by_cores) / 3600
-        needed = math.ceil(by_gpu * SAMPLE_MS[side] / 1000)
-        limit = "GPU" if cores >= needed else f"cores: {needed} keep the GPU busy"
+        needed, fewer = (math.ceil(by_gpu * times[side] / 1000) for times in (SAMPLE_MS, DRAWN_MS))
+        limit = "GPU" if cores >= needed else f"cores: {needed} keep the GPU busy, {fewer} with --cache-images gpu"
         yield f"| {job} | {by_gpu:.0f} | {by_cores:.0f} | {hours:.1f} h | {limit} |"
 
 

@@ -39,7 +39,7 @@ TRAIN = {
     "--noautoanchor": ([], True, False),
     "--evolve": ([], 300, 0),
     "--bucket": (["b"], "b", ""),
-    "--cache-images": ([], True, False),  # or ram, disk
+    "--cache-images": ([], True, False),  # or ram, disk, gpu
     "--image-weights": ([], True, False),
     "--device": (["0,1"], "0,1", ""),
     "--multi-scale": ([], True, False),
@@ -185,6 +185,9 @@ def parsed(line):
         ("--patience 3 --notest", "--patience needs validations"),
         ("--overfit --multi-scale --quad", "--overfit trains the same images .* drop --multi-scale --quad"),
         ("--overfit --resize-schedule 0:64", "--overfit has one image size"),
+        ("--cache-images gpu", "--cache-images gpu needs --worker-tensor and --fast-step; give both, or --fast"),
+        ("--cache-images gpu --fast-dataloader", "--cache-images gpu needs"),
+        ("--cache-images gpu --cuda-graph", "--cache-images gpu needs"),
         ("--resize-schedule 64", "--resize-schedule '64' is not understood; write it like"),
     ],
 )
@@ -206,6 +209,11 @@ def test_resize_schedule_decides_the_size(caplog):
         opt = parsed(f"--resize-schedule 0:64,2:96 {line}")
         check_train_options(opt)
         assert opt.img_size == [96, 96] and (words in caplog.text if words else not caplog.records)
+
+
+@pytest.mark.parametrize("flags", ["--fast", "--worker-tensor --fast-step", "--fast-dataloader --cuda-graph"])
+def test_images_beside_the_model_have_what_they_need(flags):
+    check_train_options(parsed(f"--cache-images gpu {flags}"))
 
 
 def test_both_spellings_of_save_period():

@@ -101,3 +101,31 @@ def test_measured_on_the_gpu(flags, tmp_path):
     assert opt.batch_size == opt.total_batch_size == 96, "no more than there are images"
     total = torch.cuda.get_device_properties(device).total_memory
     assert torch.cuda.memory_reserved(device) < 0.2 * total, "what the trials took is given back"
+
+
+def test_what_a_step_costs_is_measured_beside_the_run(monkeypatch):
+    """Bytes beyond those that are taken already; the draws of the run go on as if nothing had happened."""
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1000)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    sizes = []
+    monkeypatch.setattr(auto_batch, "memory_of", lambda trial, size: sizes.append((trial.image_size, size)) or 5000)
+    opt = options("--img 64 --fast")
+    opt.batch_size = 3
+    torch.manual_seed(1)
+    before = torch.rand(3)
+    torch.manual_seed(1)
+    num_bytes, seconds = auto_batch.step_cost(run(opt), tiny_model)
+    assert num_bytes == 4000 and 0 < seconds < 60 and sizes == [(64, 3)]
+    assert torch.equal(torch.rand(3), before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flags", ["", "--fast"])
+def test_what_a_step_costs_on_the_gpu(flags):
+    device, opt = torch.device("cuda"), options(f"--img 640 {flags}")
+    costs = []
+    for opt.batch_size in (8, 64):
+        costs.append(auto_batch.step_cost(run(opt, device=device), lambda: tiny_model().to(device)))
+    (few_bytes, _), (many_bytes, seconds) = costs
+    assert 0 < few_bytes < many_bytes and 0 < seconds < 1

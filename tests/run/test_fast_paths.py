@@ -7,6 +7,8 @@ import torch
 
 from utils.config.options import check_train_options, train_parser
 from utils.data.fast.loader import LoaderOptions
+from utils.data.gpu.kept_batches import keep
+from utils.data.gpu.placing import open_images
 from utils.engine import batches
 from utils.fast.async_checkpoint import BackgroundCheckpoints
 from utils.fast.compile import CompileOptions, compile_model
@@ -227,3 +229,79 @@ def test_each_loader_flag_alone(flags, caplog):
                 "timeout": 300, "seed": None}  # fmt: skip
     assert options == {key: value for key, value in expected.items() if key != name}
     assert f"| {' '.join(flags)}" in caplog.text
+
+
+# ---- images beside the model -----------------------------------------------------------------------------------------
+
+STEP = ("--fast-step", "--fast-dataloader")
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    reason = "Triton and a GPU are needed"
+    monkeypatch.setattr(fast_paths, "why_no_kernels", lambda device: None if device.type == "cuda" else reason)
+
+
+@pytest.fixture
+def cores(monkeypatch):
+    def simulate(count, processes=None):
+        monkeypatch.setattr(fast_paths, "usable_cores", lambda: count)
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+        if processes:
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+
+    return simulate
+
+
+def test_images_on_the_gpu_are_asked_for(kernels, caplog):
+    caplog.set_level("INFO")
+    paths = choose("--cache-images", "gpu", *STEP, "--fast-val")
+    store = paths.loader["compose"]
+    LoaderOptions(**paths.loader)
+    assert store.func is open_images and store.keywords == {"device": torch.device("cuda"), "is_asked": True}
+    assert paths.kept.func is keep and paths.kept.keywords == {"device": torch.device("cuda")}
+    assert "loader        | images beside the model, if they fit (data/gpu) | --cache-images gpu" in caplog.text
+    assert choose("--cache-images", "gpu", *STEP).kept is None
+    for other in (("--cache-images", "ram"), ("--cache-images", "disk"), ("--cache-images",), ()):
+        assert "compose" not in choose(*other, *STEP).loader
+
+
+@pytest.mark.parametrize(
+    ("flags", "device", "reason"),
+    [((), "cpu", "Triton and a GPU are needed"), (("--workers", "0"), "cuda", "there are no loader workers")],
+)
+def test_images_that_cannot_be_there_are_a_warning(flags, device, reason, kernels, caplog):
+    assert "compose" not in choose("--cache-images", "gpu", *STEP, *flags, device=device).loader
+    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith(f"--cache-images gpu: {reason}")
+
+
+@pytest.mark.parametrize(
+    ("count", "processes", "flags", "is_chosen"),
+    [
+        (16, None, (), False),
+        (8, None, (), True),
+        (64, 8, (), True),
+        (128, 8, (), False),
+        (8, None, ("--cache-images", "disk"), False),
+        (8, None, ("--cache-images",), False),
+    ],
+)
+def test_fast_looks_at_the_cores(count, processes, flags, is_chosen, kernels, cores, caplog):
+    caplog.set_level("INFO")
+    cores(count, processes)
+    paths = choose("--fast", *flags)
+    assert ("compose" in paths.loader) == is_chosen and paths.kept is None
+    if is_chosen:
+        assert paths.loader["compose"].keywords["is_asked"] is False
+        assert "| --fast, on 8 cores a GPU: if they are too few" in caplog.text
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_fast_takes_as_many_workers_as_there_are_cores(kernels, cores, caplog):
+    caplog.set_level("INFO")
+    for count, workers in ((4, 4), (16, 16), (64, 16)):
+        cores(count)
+        assert choose("--fast").loader["workers"] == workers and f"{workers} workers" in caplog.text
+        assert "workers" not in choose("--fast", "--workers", "3").loader, "somebody knows better"
+        assert "workers" not in choose("--fast", device="cpu").loader

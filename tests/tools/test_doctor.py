@@ -25,10 +25,11 @@ BLACKWELL = ["sm_75", "sm_80", "sm_90", "sm_120"]
         (doctor.judge_architecture("RTX 5090", (12, 0), ["sm_80", "sm_90", "compute_90"]), SLOW, "newer torch"),
         (doctor.judge_architecture("GTX 1080", (6, 1), BLACKWELL), WRONG, "no kernels"),
         (doctor.judge_gpu_memory(31 * GB, 32 * GB), OK, ""),
+        (doctor.judge_gpu_memory(139 * GB, 140 * GB), OK, "--cache-images gpu: COCO fits on it at 320 px"),
         (doctor.judge_gpu_memory(20 * GB, 32 * GB), SLOW, "another program"),
         (doctor.judge_gpu_memory(8 * GB, 8 * GB), SLOW, "--batch-size -1"),
         (doctor.judge_cores(16, 128), OK, "--workers 16"),
-        (doctor.judge_cores(2, 128), SLOW, "rent 16"),
+        (doctor.judge_cores(2, 128), SLOW, "--workers 2 --cache-images gpu, or rent 16"),
         (doctor.judge_memory(None), OK, ""),
         (doctor.judge_memory(2 * GB), SLOW, "--workers 2"),
         (doctor.judge_memory(20 * GB), OK, "--cache-images disk"),
@@ -63,8 +64,10 @@ def test_rates_are_the_smaller_of_gpu_and_cores(monkeypatch):
     many, few = (list(doctor.expected_rates("NVIDIA GeForce RTX 5090", cores))[1:] for cores in (16, 2))
     assert len(many) == 4
     assert many[0] == "| yolov7-tiny 320 px batch 384 | 3000 | 10000 | 1.1 h | GPU |"
-    assert few[0] == "| yolov7-tiny 320 px batch 384 | 3000 | 1250 | 2.6 h | cores: 5 keep the GPU busy |"
-    assert many[3].endswith("| cores: 19 keep the GPU busy |"), "640 px"
+    assert few[0].startswith(
+        "| yolov7-tiny 320 px batch 384 | 3000 | 1250 | 2.6 h | cores: 5 keep the GPU busy, 3 with"
+    )
+    assert many[3].endswith("| cores: 19 keep the GPU busy, 5 with --cache-images gpu |"), "640 px"
     assert "not in the model" in list(doctor.expected_rates("Quadro K600", 2))[1]
     assert "no GPU" in list(doctor.expected_rates(None, 2))[1]
 

@@ -148,8 +148,8 @@ TRAIN_FLAGS = _table([
     "stock: machine",
     Flag("--device", "cpu, 0, or 0,1; empty: the first GPU, else the CPU", "", resume=MACHINE, metavar="NAME"),
     Flag("--workers", "loader processes, at most", 8, int, at_least(0), MACHINE, metavar="PROCESSES"),
-    Flag("--cache-images", "keep the resized images in RAM, or (disk) in one file that is mapped into memory",
-         resume=MACHINE, nargs="?", const=True, choices=["ram", "disk"]),
+    Flag("--cache-images", "keep the resized images in RAM (default), in one file that is mapped into memory, or where "
+         "the GPU reads them (needs --fast)", resume=MACHINE, nargs="?", const=True, choices=["ram", "disk", "gpu"]),
     Flag("--sync-bn", "batch statistics over all processes (with torchrun)"),
     Flag("--local_rank --local-rank", "set by launchers", -1, int, resume=START, metavar="RANK"),
     "stock: what is written",

@@ -115,12 +115,20 @@ def check_values(opt: argparse.Namespace) -> None:
         raise ValueError("--batch-size 0 is too small: it has to be at least 1, or -1 for what fits the GPU")
     if opt.batch_size == -1 and "," in opt.device:
         raise ValueError("--batch-size -1, what fits, is for one GPU a process; give a number, or start with torchrun")
+    _check_image_cache(opt)
     _check_shorter_run(opt)
     if len(opt.img_size) > 2 or min(opt.img_size) < 1:
         raise ValueError(f"--img-size {opt.img_size} has to be one or two positive numbers: training, validation")
     check_ranges(opt, TRAIN_FLAGS)
     _check_run_name(opt)
     opt.img_size = [opt.img_size[0], opt.img_size[-1]]
+
+
+def _check_image_cache(opt):
+    """Images beside the model are of use to workers that leave the pixels, and to steps that make them."""
+    has_workers, has_steps = opt.worker_tensor or opt.fast_dataloader, opt.fast_step or opt.cuda_graph
+    if opt.cache_images == "gpu" and not (opt.fast or (has_workers and has_steps)):
+        raise ValueError("--cache-images gpu needs --worker-tensor and --fast-step; give both, or --fast")
 
 
 def _check_shorter_run(opt):

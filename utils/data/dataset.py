@@ -15,11 +15,12 @@ import torch
 from torch.utils.data import Dataset
 
 from utils.config.hyp import AUGMENTATION_KEYS
-from utils.data.affine import random_perspective
+from utils.data.affine import draw_affine, warp_labels
 from utils.data.image_cache import use_disk_cache, use_memory_cache
 from utils.data.labels.scan import ScannedDataset, scan_dataset
 from utils.data.mosaic import load_mosaic, load_mosaic9, load_samples
-from utils.data.paste import pastein
+from utils.data.paste import paste_visible, pastein
+from utils.data.pixel_ops import blended
 from utils.data.training_size import load_image
 from utils.data.transforms import draw_colours, letterbox, mixup
 from utils.ops.boxes import xywhn2xyxy, xyxy2xywh
@@ -42,6 +43,7 @@ class LoadImagesAndLabels(Dataset):
     """
 
     new_image = staticmethod(np.empty)  # where pixels of a sample go; --worker-tensor knows a place in its batch
+    image_store: Any = None  # the images where a GPU reads them (--cache-images gpu)
 
     def __init__(
         self,
@@ -154,7 +156,7 @@ class LoadImagesAndLabels(Dataset):
             is_pasting = random.random() < self.hyp["paste_in"]  # before the objects, which draw mosaics of their own
             img = self.recolour(img, colours, now=is_pasting)
             if is_pasting:
-                labels = pastein(img, labels, self.samples_to_paste())
+                labels = pastein(img, labels, self.samples_to_paste(), self.paste)
 
         labels[:, 1:5] = xyxy2xywh(labels[:, 1:5]) / np.array(img.shape[1::-1] * 2, np.float32)
         if self.augment:
@@ -171,7 +173,7 @@ class LoadImagesAndLabels(Dataset):
             load = self._draw_layout()
             # stock behaviour: the partner is any image, even when `indices` are weighted
             other, more = load(self, random.randint(0, self.n - 1))
-            img, labels = mixup(np.asarray(img), labels, np.asarray(other), more)  # a deferred image is made here
+            img, labels = mixup(img, labels, other, more, self.blended)
         return img, labels
 
     def _draw_layout(self):
@@ -179,14 +181,14 @@ class LoadImagesAndLabels(Dataset):
 
     def _plain_sample(self, index):
         """One letterboxed image, warped when augmenting."""
-        img, (height0, width0), (height, width) = load_image(self, index)
         shape = self.batch_shapes[self.batch[index]] if self.rect else self.img_size
-        img, ratio, pad = letterbox(img, shape, auto=False, scaleup=self.augment)
+        img, ratio, pad, (height0, width0), (height, width) = self.letterboxed(index, shape)
         shapes = (height0, width0), ((height / height0, width / width0), pad)
         labels = self.labels[index].copy()
         labels[:, 1:] = xywhn2xyxy(labels[:, 1:], ratio[0] * width, ratio[1] * height, *pad)
         if self.augment:
-            img, labels = random_perspective(img, labels, (), **self.affine_ranges)
+            affine = draw_affine(*img.shape[:2], **self.affine_ranges)
+            img, labels = self.moved(img, affine), warp_labels(labels, (), affine)
         return img, labels, shapes
 
     @property
@@ -213,12 +215,29 @@ class LoadImagesAndLabels(Dataset):
             labels[:, 1] = 1 - labels[:, 1]
         return img, labels
 
-    # The steps on pixels. They draw nothing, so that DeferredDataset may leave them to the GPU. A new one needs its
-    # form there as well: what it is handed may lack its affine and its colours.
+    # The steps on pixels. They draw nothing, so that DeferredDataset and RecipeDataset may leave them to the GPU. A new
+    # one needs its form there as well: what it is handed may lack its affine and its colours, or all pixels.
+
+    def letterboxed(self, index, shape):
+        """Image `index` in a letterbox: (image, ratio, pad, (height, width) in the file, that at the training size)."""
+        img, in_file, resized = load_image(self, index)
+        return *letterbox(img, shape, auto=False, scaleup=self.augment), in_file, resized
+
+    def moved(self, img, affine):
+        """The image [h x w x 3: BGR] that `affine` makes of a letterboxed `img`."""
+        return affine.image(img)
 
     def warped(self, mosaic, affine):
         """The image [h x w x 3: BGR] that `affine` makes of a Mosaic."""
         return affine.image(mosaic.painted(affine.source_area()))
+
+    def blended(self, img, other, ratio):
+        """`ratio` of `img` and the rest of `other`."""
+        return blended(np.asarray(img), np.asarray(other), ratio)  # deferred images are made here
+
+    def paste(self, img, pixels, x, y):
+        """Paste an object `pixels` [h x w x 3: BGR, 0 where nothing is] into `img`, in place, its corner at (x, y)."""
+        paste_visible(img, pixels, x, y)
 
     def recolour(self, img, colours, now):
         """`img` [h x w x 3: BGR] with other Colours, perhaps changed in place; `now`: objects are pasted in next."""

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1  # raise it whenever the pixels of the same image change
 PORTION = 16  # images that a thread reads at a time
+THREADS = 8
 ATTEMPTS = 5  # at a file that is gone, or cannot be mapped, as soon as it is written
 RESERVE = 100e6  # bytes that stay free on the disk
 ADVICE = "--cache-images disk needs none; a smaller --img-size, or no --cache-images, needs less"
@@ -39,24 +40,26 @@ ADVICE = "--cache-images disk needs none; a smaller --img-size, or no --cache-im
 
 def use_memory_cache(dataset, prefix=""):
     """Read all images into memory, `dataset.imgs`. Raises ValueError when there is too little of it."""
-    shapes, ends = _layout(dataset, dataset.img_size)
+    shapes, ends = layout(dataset, dataset.img_size)
     num_bytes = int(ends[-1])
     check_memory(num_bytes, "--cache-images needs {}", ADVICE)
     pixels = shared_array((num_bytes,), np.uint8)
-    _fill(dataset, _views(pixels, shapes, ends), f"{prefix}Caching images ({describe_bytes(num_bytes)})")
+    _fill(dataset, views(pixels, shapes, ends), f"{prefix}Caching images ({describe_bytes(num_bytes)})")
     dataset.memory_cache = pixels
     pixels.flags.writeable = False
-    dataset.imgs = _views(pixels, shapes, ends)
+    dataset.imgs = views(pixels, shapes, ends)
 
 
 def check_memory_for(dataset, img_size):
     """Raise ValueError when a later memory cache, of another `img_size`, will not fit in place of the present one."""
-    now, then = (int(_layout(dataset, size)[1][-1]) for size in (dataset.img_size, img_size))
+    now, then = (int(layout(dataset, size)[1][-1]) for size in (dataset.img_size, img_size))
     check_memory(then - now, f"--cache-images needs {{}} more when the images have {img_size} px", ADVICE)
 
 
 def give_back_memory(dataset):
-    """Free the memory cache, if there is one, of a data set that is not used any more."""
+    """Free the memory cache, or the images beside the model, if any, of a data set that is not used any more."""
+    if dataset.image_store is not None:
+        dataset.image_store.close()
     if dataset.memory_cache is not None:
         give_back(dataset.memory_cache)
 
@@ -66,7 +69,7 @@ def use_disk_cache(dataset, prefix=""):
 
     Raises ValueError when the disk has no room or cannot be written to.
     """
-    shapes, ends = _layout(dataset, dataset.img_size)
+    shapes, ends = layout(dataset, dataset.img_size)
     num_bytes = int(ends[-1])
     path = _location(dataset, f"version {FORMAT_VERSION}, {dataset.img_size} px, augment {dataset.augment}")
     for _ in range(ATTEMPTS):  # again if another run, making its own, removed it meanwhile
@@ -79,10 +82,10 @@ def use_disk_cache(dataset, prefix=""):
             "allow it: use --cache-images ram"
         )
     logger.info("%spictures are read from %s (%.1f GB)", prefix, printable(path), num_bytes / 1e9)
-    dataset.imgs = _views(pixels, shapes, ends)
+    dataset.imgs = views(pixels, shapes, ends)
 
 
-def _layout(dataset, img_size):
+def layout(dataset, img_size):
     """(height, width) of each image at `img_size` pixels, and where the bytes of each end."""
     shapes = [resized_shape(height, width, img_size) for width, height in dataset.shapes.tolist()]
     return shapes, np.cumsum([3 * height * width for height, width in shapes])
@@ -133,7 +136,8 @@ def _remove_unused(folder, family):
             logger.info("%s of other images is removed", printable(path))
 
 
-def _views(pixels, shapes, ends):
+def views(pixels, shapes, ends):
+    """The image [height x width x 3] of each of `shapes` in `pixels` [bytes], as `layout` gives them."""
     starts = ends - [3 * height * width for height, width in shapes]
     return [pixels[a:b].reshape(*shape, 3) for a, b, shape in zip(starts, ends, shapes, strict=True)]
 
@@ -148,7 +152,7 @@ def _make(dataset, path, shapes, ends, prefix):
         with atomic_write(path, "w+b", fsync=True) as file:
             _reserve(file, num_bytes)
             pixels = np.memmap(file, np.uint8, mode="w+", shape=(num_bytes,))
-            _fill(dataset, _views(pixels, shapes, ends), f"{prefix}Caching images on disk")
+            _fill(dataset, views(pixels, shapes, ends), f"{prefix}Caching images on disk")
             pixels.flush()
     except OSError as error:
         raise ValueError(
@@ -167,17 +171,21 @@ def _reserve(file, num_bytes):
             raise
 
 
-def _fill(dataset, views, title):
+def _fill(dataset, places, title):
     def read(numbers):
         for i in numbers:
-            views[i][:] = load_scanned(dataset, i, views[i].shape[:2])
-        return len(numbers)
+            places[i][:] = load_scanned(dataset, i, places[i].shape[:2])
 
-    portions = (range(i, min(i + PORTION, dataset.n)) for i in range(0, dataset.n, PORTION))
-    with ThreadPoolExecutor(8) as pool, progress(desc=title, total=dataset.n) as bar:
+    portions = [range(i, min(i + PORTION, dataset.n)) for i in range(0, dataset.n, PORTION)]
+    read_in_threads(read, portions, title)
+
+
+def read_in_threads(read, portions, title, num_threads=THREADS):
+    """Call read(portion) for all `portions`, ranges of images, with a progress bar; whatever it raises ends all."""
+    with ThreadPoolExecutor(num_threads) as pool, progress(desc=title, total=sum(map(len, portions))) as bar:
         try:
-            for count in pool.map(read, portions):
-                bar.update(count)
+            for portion, _ in zip(portions, pool.map(read, portions), strict=True):
+                bar.update(len(portion))
         except BaseException:  # nobody needs the others any more
             pool.shutdown(cancel_futures=True)
             raise

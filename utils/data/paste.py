@@ -76,12 +76,14 @@ def sample_segments(canvas, labels, segments, probability=0.5):
         return []
     height, width = canvas.shape[:2]
     corners = labels[rows, 1:5].astype(np.int64).clip(0, (width - 1, height - 1) * 2).tolist()
+    categories, starts = labels[rows, 0].tolist(), polygons.starts()[rows].tolist()
+    points, counts = polygons.points.astype(np.int32), polygons.counts[rows].tolist()
     samples = []
     for j in random.sample(range(len(rows)), k=round(probability * len(rows))):
         x1, y1, x2, y2 = corners[j]
         if x2 > x1 and y2 > y1:
-            outline = polygons[rows[j]].astype(np.int32)
-            samples.append(Sample(float(labels[rows[j], 0]), (x1, y1, x2, y2), outline, canvas))
+            outline = points[starts[j] : starts[j] + counts[j]]
+            samples.append(Sample(categories[j], (x1, y1, x2, y2), outline, canvas))
     return samples
 
 
@@ -115,8 +117,14 @@ def copy_paste(img, labels, segments, probability):
     return img, labels, segments
 
 
-def pastein(img, labels, samples):
-    """Try 20 times to paste one of `samples` into `img`, in place, where it hides little; returns the labels.
+def paste_visible(img, pixels, x, y):
+    """Copy what is not 0 of `pixels` [h x w x 3] into `img`, in place, with the corner at (x, y)."""
+    height, width = pixels.shape[:2]
+    np.copyto(img[y : y + height, x : x + width], pixels, where=pixels > 0)
+
+
+def pastein(img, labels, samples, paste=paste_visible):
+    """Try 20 times to `paste` one of `samples` into `img`, in place, where it hides little; returns the labels.
 
     Makes its draws even without samples.
     """
@@ -131,7 +139,7 @@ def pastein(img, labels, samples):
         if (bbox_ioa(np.array(place), labels[:, 1:5]) >= MAX_OVERLAP).any():
             continue
         sample = samples[random.randint(0, len(samples) - 1)]
-        pasted = _paste(img, sample, place)
+        pasted = _paste(img, sample, place, paste)
         if pasted is not None:
             label = np.array([[sample.category, *pasted]], labels.dtype)
             labels = np.concatenate((labels, label))
@@ -147,7 +155,7 @@ def _draw_place(height, width, scale):
     return x1, y1, min(width, x1 + place_width), min(height, y1 + place_height)
 
 
-def _paste(img, sample, place):
+def _paste(img, sample, place, paste):
     """Scale `sample` into the corner of `place` and copy it; its box (x1, y1, x2, y2), or None if too small."""
     x1, y1, x2, y2 = place
     sample_width, sample_height = sample.size
@@ -156,8 +164,7 @@ def _paste(img, sample, place):
     if width <= 10 or height <= 10:
         return None
     pixels = cv2.resize(sample.cut_out(), (width, height))
-    visible = pixels > 0
-    if np.count_nonzero(visible) <= 60:  # stock behaviour: counts channel values, not pixels
+    if np.count_nonzero(pixels) <= 60:  # stock behaviour: counts channel values, not pixels
         return None
-    np.copyto(img[y1 : y1 + height, x1 : x1 + width], pixels, where=visible)
+    paste(img, pixels, x1, y1)
     return x1, y1, x1 + width, y1 + height

@@ -13,13 +13,38 @@ from utils.data.affine import GREY
 from utils.data.pixel_ops import LEVELS, apply_tables, blended
 
 
+class LetterboxLayout(NamedTuple):
+    """Where an image lies in its letterbox: its (height, width) there, (ratio x, ratio y) and (pad x, pad y).
+
+    The pads are one side's, perhaps x.5.
+    """
+
+    shape: tuple
+    ratio: tuple
+    pad: tuple
+
+    def borders(self):
+        """Rows and columns beside the image: top, bottom, left, right."""
+        pad_x, pad_y = self.pad
+        return round(pad_y - 0.1), round(pad_y + 0.1), round(pad_x - 0.1), round(pad_x + 0.1)
+
+
 def letterbox(img, new_shape=(640, 640), color=(GREY, GREY, GREY), auto=True, scaleFill=False, scaleup=True, stride=32):
     """Resize `img` into `new_shape` (side or (height, width)) keeping its aspect ratio, and fill up with borders.
 
     `auto` pads only to the next multiple of `stride`, `scaleFill` stretches instead, without `scaleup` a small image
     keeps its size. Returns (image, (ratio x, ratio y), (pad x, pad y)), where the pads are one side's, perhaps x.5.
     """
-    height, width = img.shape[:2]
+    layout = letterbox_layout(img.shape[:2], new_shape, auto, scaleFill, scaleup, stride)
+    if layout.shape != img.shape[:2]:
+        img = cv2.resize(img, layout.shape[::-1], interpolation=cv2.INTER_LINEAR)
+    img = cv2.copyMakeBorder(img, *layout.borders(), cv2.BORDER_CONSTANT, value=color)
+    return img, layout.ratio, layout.pad
+
+
+def letterbox_layout(shape, new_shape, auto, scaleFill, scaleup, stride=32):
+    """The LetterboxLayout that `letterbox` gives an image of `shape` (height, width)."""
+    height, width = shape
     target_height, target_width = (new_shape, new_shape) if isinstance(new_shape, int) else new_shape
 
     gain = min(target_height / height, target_width / width)
@@ -34,14 +59,7 @@ def letterbox(img, new_shape=(640, 640), color=(GREY, GREY, GREY), auto=True, sc
         pad_x, pad_y = 0.0, 0.0
         inner_width, inner_height = target_width, target_height
         ratio = target_width / width, target_height / height
-    pad_x, pad_y = pad_x / 2, pad_y / 2
-
-    if (inner_height, inner_width) != (height, width):
-        img = cv2.resize(img, (int(inner_width), int(inner_height)), interpolation=cv2.INTER_LINEAR)
-    top, bottom = round(pad_y - 0.1), round(pad_y + 0.1)
-    left, right = round(pad_x - 0.1), round(pad_x + 0.1)
-    img = cv2.copyMakeBorder(img, top, bottom, left, right, cv2.BORDER_CONSTANT, value=color)
-    return img, ratio, (pad_x, pad_y)
+    return LetterboxLayout((int(inner_height), int(inner_width)), ratio, (pad_x / 2, pad_y / 2))
 
 
 class Colours(NamedTuple):
@@ -75,6 +93,6 @@ def augment_hsv(img, hgain=0.5, sgain=0.5, vgain=0.5):
     draw_colours(hgain, sgain, vgain).apply(img)
 
 
-def mixup(img1, labels1, img2, labels2):
+def mixup(img1, labels1, img2, labels2, blend=blended):
     """Blend two images of equal size by a ratio drawn from Beta(8, 8); the labels of both are kept."""
-    return blended(img1, img2, np.random.beta(8.0, 8.0)), np.concatenate((labels1, labels2))
+    return blend(img1, img2, np.random.beta(8.0, 8.0)), np.concatenate((labels1, labels2))

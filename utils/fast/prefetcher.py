@@ -13,7 +13,6 @@ from contextlib import contextmanager
 
 import torch
 
-from utils.data.fast.device_augment import DeferredBatch
 from utils.engine.batches import Batch
 
 AHEAD = 3  # slots: one batch at work, one that waits for it, one that is being copied
@@ -35,16 +34,12 @@ class Slot:
     def fill(self, images, stream):
         """Queue the copy of `images` on `stream` and return them on the device, for work queued from now on.
 
-        `images` are uint8 [B x 3 x H x W], or a DeferredBatch, which is augmented there.
+        `images` are uint8 [B x 3 x H x W], or a DeferredBatch or ComposedBatch, which are finished there.
         """
         with self._work_on(stream):
-            if not isinstance(images, DeferredBatch):
-                return self._copied(0, images)
-            there = DeferredBatch(*map(self._copied, range(2), images))
-            return there.augmented(out=self._room(2, there.image_shape))
-
-    def _copied(self, number, part):
-        return self._room(number, part.shape).copy_(part, non_blocking=True)
+            if isinstance(images, torch.Tensor):
+                return self._room(0, images.shape).copy_(images, non_blocking=True)
+            return images.on_device(self._room)
 
     def _room(self, number, shape):
         """A tensor of bytes; the slot is free, so nothing in it is needed any more."""

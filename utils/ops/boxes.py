@@ -83,10 +83,11 @@ def _steps(num_vertices, n):
 
 def bbox_ioa(box_xyxy, boxes_xyxy):
     """Share of each of `boxes_xyxy` [n x 4] that lies under `box_xyxy` [4]: intersection / area of *boxes*; [n]."""
-    left_top = np.maximum(boxes_xyxy[:, :2], box_xyxy[:2])
-    right_bottom = np.minimum(boxes_xyxy[:, 2:4], box_xyxy[2:4])
-    intersection = (right_bottom - left_top).clip(0).prod(1)
-    return intersection / ((boxes_xyxy[:, 2:4] - boxes_xyxy[:, :2]).prod(1) + 1e-16)
+    left_top, right_bottom = boxes_xyxy[:, :2], boxes_xyxy[:, 2:4]
+    common = np.minimum(right_bottom, box_xyxy[2:4]) - np.maximum(left_top, box_xyxy[:2])
+    width, height = np.maximum(common, 0, out=common).T  # clip and prod take longer than all of this
+    full_width, full_height = (right_bottom - left_top).T
+    return width * height / (full_width * full_height + 1e-16)
 
 
 def box_iou(boxes1_xyxy, boxes2_xyxy):

@@ -3,6 +3,7 @@
 import gc
 import logging
 import math
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -19,6 +20,7 @@ from utils.engine.ema import ModelEMA
 from utils.engine.trainer import Trainer, freeze_layers
 from utils.run import fast_paths
 from utils.run.context import Run
+from utils.system import random_state
 from utils.system.distributed import init_seeds
 
 logger = logging.getLogger(__name__)
@@ -89,7 +91,14 @@ class BatchTrial:
         return image.repeat(batch_size, 1, 1, 1), targets, ("noise",) * batch_size, None
 
 
-def memory_of(trial, limit, batch_size):
+def fitting(trial, limit, batch_size):
+    """As `memory_of`, with a line in the log."""
+    peak = memory_of(trial, batch_size)
+    logger.info("--batch-size -1: %4d images need %5.1f of %.1f GB", batch_size, peak / 1e9, limit / 1e9)
+    return peak
+
+
+def memory_of(trial, batch_size):
     """Bytes of GPU memory that a step of `trial` on `batch_size` images takes; infinity if there are not so many."""
     torch.cuda.reset_peak_memory_stats(trial.device)
     try:
@@ -100,7 +109,6 @@ def memory_of(trial, limit, batch_size):
         peak = torch.cuda.max_memory_reserved(trial.device)
     gc.collect()
     torch.cuda.empty_cache()
-    logger.info("--batch-size -1: %4d images need %5.1f of %.1f GB", batch_size, peak / 1e9, limit / 1e9)
     return peak
 
 
@@ -126,7 +134,7 @@ def settle(run: Run, build_model: Callable[[], Model]) -> None:
     limit = (1 - MARGIN) * torch.cuda.mem_get_info(device)[0]
     trial = new_trial(run, side, build_model())
     num_images = len(expand_paths(run.data.train)) // ranks.world_size
-    size = largest(partial(memory_of, trial, limit), limit, max(min(MOST, num_images), 1))
+    size = largest(partial(fitting, trial, limit), limit, max(min(MOST, num_images), 1))
     del trial
     gc.collect()
     torch.cuda.empty_cache()
@@ -138,6 +146,37 @@ def settle(run: Run, build_model: Callable[[], Model]) -> None:
         raise ValueError(f"--batch-size -1: not even one image of {side} px fits on {device}; use a smaller --img-size")
     opt.batch_size, opt.total_batch_size = size, size * ranks.world_size
     logger.info("--batch-size -1: %d images a step (%d for each process)", opt.total_batch_size, opt.batch_size)
+
+
+def step_cost(run: Run, build_model: Callable[[], Model]) -> tuple[float, float]:
+    """(bytes of GPU memory, seconds an image) that steps of this run take, on its largest images.
+
+    Measured, with a model of their own beside what is there already; infinite if they do not fit.
+    """
+    device, batch_size, side = run.device, run.options.batch_size, largest_side(run.options)
+    with random_state.kept():
+        before = torch.cuda.memory_reserved(device)
+        trial = new_trial(run, side, build_model())
+        try:
+            fast_paths.for_trials(run.options, device).ahead(trial.steps, (batch_size, 3, side, side))
+            peak = memory_of(trial, batch_size)
+        except torch.cuda.OutOfMemoryError:
+            peak = math.inf
+        seconds = seconds_of(trial, batch_size) / batch_size if peak < math.inf else math.inf
+        del trial
+        gc.collect()
+        torch.cuda.empty_cache()
+    return peak - before, seconds
+
+
+def seconds_of(trial, batch_size):
+    """How long a step of `trial` on `batch_size` images takes, its first one being past."""
+    trial.step(batch_size)  # cuDNN has chosen its kernels for this size
+    torch.cuda.synchronize(trial.device)
+    started = time.perf_counter()
+    trial.step(batch_size)
+    torch.cuda.synchronize(trial.device)
+    return time.perf_counter() - started
 
 
 def new_trial(run, side, model):

@@ -125,6 +125,8 @@ def out_of_memory(error, opt):
     advice = "a smaller --batch-size, a smaller --img-size"
     if hasattr(opt, "amp"):
         advice += ", or --amp fp16"
+    if getattr(opt, "cache_images", None) == "gpu":
+        advice += ", or --cache-images ram"
     reason = str(error).strip().splitlines()[0].split(" If reserved but")[0]
     return f"{place} has too little memory for {asked}: give {advice} ({reason})"
 

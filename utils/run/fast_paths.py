@@ -24,9 +24,12 @@ from utils.engine.trainer import Trainer
 from utils.loss import losses_by_epoch
 from utils.system import distributed
 from utils.system.compilers import why_no_kernels
+from utils.system.cores import usable_cores
 
 logger = logging.getLogger(__name__)
 
+COMPOSE = "compose"  # field of LoaderOptions
+MOST_WORKERS = 16  # cores that keep any of the GPUs busy that were measured; and as many workers are enough
 LOADER_FLAGS = ("fast", "fast_dataloader", "persistent_workers", "worker_tensor", "micro_batch_size", "prefetch_factor",
                 "max_iter", "seed")  # fmt: skip
 
@@ -59,6 +62,7 @@ class Paths:
     evaluate: Callable = evaluate  # scores the epochs before the last, which are not drawn
     drawn: Callable[[Callable], Callable] = itself  # `evaluate` -> what scores the last epoch, which is drawn
     together: Callable = itself  # (what evaluates) -> the same, called by all processes, each with its share of images
+    kept: Callable | None = None  # (validation loader, what training takes) -> a loader that remembers its batches
     checkpoints: Callable[..., Checkpoints] = Checkpoints  # (folder, epochs, save_every_epoch, period)
 
     @property
@@ -87,6 +91,7 @@ def table(opt: Namespace, device: torch.device) -> tuple[FastPath, ...]:
     targets_device = torch.device("cpu") if loss else None  # --fast-loss prepares its candidates there
     on_gpu, loader, changing = device.type == "cuda", loader_options(opt, device), asked(opt, "multi_scale", "rect")
     validation, is_several = asked(opt, "fast_val", "fast"), getattr(opt, "world_size", 1) > 1
+    images, has_asked = wanted_images(opt, device), opt.cache_images == "gpu"
     compiling = "USE_COMPILE=1" if is_on("USE_COMPILE") else None
     compiler = load("utils.fast.compile:options_from_environment")() if compiling else ()
     losses = "whole batch at once (loss/batched.py)"
@@ -96,6 +101,13 @@ def table(opt: Namespace, device: torch.device) -> tuple[FastPath, ...]:
     return (
         FastPath("loader", describe(loader), " ".join(filter(None, (asked(opt, name) for name in LOADER_FLAGS))), None,
                  lambda _: asking_ahead(loader, opt, device)),
+        FastPath("loader", "images beside the model, if they fit (data/gpu)", images,
+                 images and why_no_images(opt, device),
+                 lambda loader: loader | {COMPOSE: partial(load("utils.data.gpu.placing:open_images"), device=device,
+                                                           is_asked=has_asked)}, is_loud=has_asked),
+        FastPath("kept", "validation batches stay beside the model", validation if has_asked else None,
+                 why_not_kept(opt, device),
+                 lambda _: partial(load("utils.data.gpu.kept_batches:keep"), device=device)),
         FastPath("losses", losses, loss, None,
                  lambda losses: partial(losses, classes=load("utils.loss.batched:CLASSES"))),
         FastPath("losses", f"plain, OTA in the last {opt.ota_last} epochs", asked(opt, "ota_last"), None,
@@ -153,6 +165,7 @@ def for_trials(opt: Namespace, device: torch.device) -> Paths:
         "fast_step": opt.fast_step or every,
         "fast_loss": opt.fast_loss or every,
         "world_size": 1,  # each process tries sizes of its own
+        "cache_images": False,  # their batches are noise
     }
     return fill_seams(Namespace(**vars(opt) | flags), device)[0]
 
@@ -188,6 +201,16 @@ def wanted_for_a_step(opt, name):
     return asked(opt, name, "fast") or (f"--cuda-graph needs {TRAIN_FLAGS[name].name}" if opt.cuda_graph else None)
 
 
+def wanted_images(opt: Namespace, device: torch.device) -> str | None:
+    """What asks for images beside the model: the flag, or few cores under --fast, if no other cache is asked for."""
+    if opt.cache_images == "gpu":
+        return asked(opt, "cache_images")
+    cores = cores_of_process(opt)
+    if not opt.fast or opt.cache_images or cores >= MOST_WORKERS or device.type != "cuda":
+        return None
+    return f"--fast, on {cores} cores a GPU: if they are too few"
+
+
 def is_on(name: str) -> bool:
     """Whether the environment variable `name` is 1; unset, empty and 0 mean no. Raises ValueError for anything else."""
     value = os.environ.get(name, "").strip()
@@ -219,6 +242,20 @@ def why_not_fused(opt: Namespace, device: torch.device, compiling: str | None) -
     return why_no_kernels(device) or _first({
         **_not_bare(opt),
         "torch.compile makes its own": compiling,
+    })  # fmt: skip
+
+
+def why_no_images(opt: Namespace, device: torch.device) -> str | None:
+    """What keeps images from lying beside the model; what depends on the data set is seen when it is there."""
+    reason = why_no_kernels(device) or (None if opt.workers else "there are no loader workers")
+    return reason and reason + ", so they are in RAM" * (opt.cache_images == "gpu")
+
+
+def why_not_kept(opt: Namespace, device: torch.device) -> str | None:
+    """What makes it useless to remember the batches of validation."""
+    return _first({
+        "a GPU is needed": device.type != "cuda",
+        "--notest validates once": opt.notest,
     })  # fmt: skip
 
 
@@ -268,11 +305,18 @@ def loader_options(opt: Namespace, device: torch.device) -> dict[str, Any]:
     }
     if opt.max_iter:
         options["max_batches"] = opt.max_iter
+    if opt.fast and device.type == "cuda" and not asked(opt, "workers"):
+        options["workers"] = min(cores_of_process(opt), MOST_WORKERS)
     if not any(options.values()) and opt.seed is None:
         return {}
     if options["worker_tensor"] and wanted_for_a_step(opt, "fast_step") and not why_no_kernels(device):
         options["defer_steps"] = True
     return options | {"timeout": opt.loader_timeout, "seed": opt.seed}
+
+
+def cores_of_process(opt: Namespace) -> int:
+    """Cores for each of the processes of this run on this machine."""
+    return max(usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", getattr(opt, "world_size", 1))), 1)
 
 
 def asking_ahead(loader: dict[str, Any], opt: Namespace, device: torch.device) -> dict[str, Any]:
@@ -286,6 +330,7 @@ def describe(loader: dict[str, Any]) -> str:
     """What the loader flags chose, for the log."""
     words = ["batches in shared memory" if loader.get("worker_tensor") else "torch's"]
     words += ["last steps on the GPU"] * ("defer_steps" in loader)
+    words += [f"{loader['workers']} workers"] if "workers" in loader else []
     words += ["workers stay"] * bool(loader.get("persistent_workers"))
     words += ["draws by seed, epoch and image"] * (loader.get("seed") is not None)
     return ", ".join(words)

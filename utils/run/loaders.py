@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 from torch.utils.data import DataLoader
 
@@ -14,7 +14,9 @@ from utils.data import subset
 from utils.data.image_cache import check_memory_for, give_back_memory
 from utils.data.labels.scan import check_has_boxes, check_labels
 from utils.datasets import LoadImagesAndLabels, create_dataloader
+from utils.run import auto_batch
 from utils.run.context import Run
+from utils.run.fast_paths import COMPOSE, Paths
 from utils.system import random_state
 from utils.system.files import counted
 
@@ -52,22 +54,27 @@ class Loaders:
         return changed
 
 
-def open_loaders(run: Run, fast: dict, stride: int, first_epoch: int, shares_validation: bool = False) -> Loaders:
+def open_loaders(run: Run, paths: Paths, stride: int, first_epoch: int, build_model: Callable) -> Loaders:
     """The Loaders of a run, with labels checked: ids within the classes, and at least one box to learn from.
 
-    `fast` are further keyword arguments of create_dataloader (Paths.loader). `stride` in pixels: all image sizes become
-    multiples of it. With `shares_validation` every process reads its share of the validation images.
+    `stride` in pixels: all image sizes become multiples of it. `build_model()` returns a model on the device; what its
+    training takes is measured once, if images are to lie beside it.
     """
+    step_cost, fast = cache(partial(auto_batch.step_cost, run, build_model)), dict(paths.loader)
+    if COMPOSE in fast:
+        is_shared = run.ranks.world_size > 1
+        fast[COMPOSE] = partial(fast[COMPOSE], step_cost=step_cost, prefix="train: ", is_shared=is_shared)
     sizes = resize_schedule.from_options(run.options).rounded(partial(check_img_size, s=stride))
     open_training = partial(open_train_loader, run, fast, stride)
     image_size = sizes.at(first_epoch)
     train_loader, dataset = open_training(image_size, first_epoch)
     if dataset.memory_cache is not None:
         check_memory_for(dataset, max(stage.size for stage in sizes.stages))  # not only when its time has come
-    share = (run.ranks.rank, run.ranks.world_size) if shares_validation else None
+    share = (run.ranks.rank, run.ranks.world_size) if paths.shares_validation else None
     val_loader = None
     if share or run.ranks.is_main:
-        val_loader = open_val_loader(run, fast, stride, first_epoch, dataset.row_forms, share)
+        keep = partial(paths.kept, step_cost=step_cost) if paths.kept else None
+        val_loader = open_val_loader(run, fast, stride, first_epoch, dataset.row_forms, share, keep)
     return Loaders(train_loader, dataset, image_size, val_loader, sizes, open_training)
 
 
@@ -76,9 +83,9 @@ def open_train_loader(run, fast, stride, image_size, first_epoch):
     opt, ranks = run.options, run.ranks
     loader, dataset = create_dataloader(
         run.data.train, image_size, opt.batch_size, stride, opt, hyp=run.hyp, augment=not opt.overfit,
-        cache=opt.cache_images, rect=opt.rect, rank=ranks.rank, world_size=ranks.world_size, workers=opt.workers,
+        cache=_cache_of_data_set(opt, COMPOSE in fast), rect=opt.rect, rank=ranks.rank, world_size=ranks.world_size,
         image_weights=opt.image_weights, quad=opt.quad, prefix="train: ", subset_filter=subset.from_options(opt),
-        keypoints=run.data.keypoints, **(fast and fast | {"first_epoch": first_epoch}),
+        keypoints=run.data.keypoints, **_loader_options(opt, fast, first_epoch),
     )  # fmt: skip
     check_labels(dataset, run.data, opt.strict_data)
     if opt.total_batch_size > len(dataset):
@@ -90,20 +97,32 @@ def open_train_loader(run, fast, stride, image_size, first_epoch):
     return loader, dataset
 
 
-def open_val_loader(run, fast, stride, first_epoch, row_forms, share=None):
+def open_val_loader(run, fast, stride, first_epoch, row_forms, share=None, keep=None):
     """The validation loader, or that of a `share`; --overfit validates on its training images as training sees them.
 
-    `row_forms` of the training set: a validation set of a few images may not show what its label rows are.
+    `row_forms` of the training set: a validation set of a few images may not show what its label rows are. `keep` makes
+    of the loader one that remembers its batches.
     """
     opt, image_size = run.options, check_img_size(run.options.img_size[1], stride)
     path, subset_filter = (run.data.train, subset.from_options(opt)) if opt.overfit else (run.data.val, None)
     # --max-iter shortens training only, and only training batches pass where the GPU does the last steps
-    fast = {name: value for name, value in fast.items() if name not in ("max_batches", "defer_steps")}
+    fast = {name: value for name, value in fast.items() if name not in ("max_batches", "defer_steps", COMPOSE)}
     loader, dataset = create_dataloader(
         path, image_size, opt.test_batch_size or opt.batch_size * 2, stride, opt, hyp=run.hyp,
-        cache=not opt.notest and opt.cache_images, rect=not opt.overfit, pad=0.5, world_size=run.ranks.world_size,
-        workers=opt.workers, prefix="val: ", subset_filter=subset_filter, keypoints=run.data.keypoints,
-        share=share, row_forms=row_forms, **(fast and fast | {"first_epoch": first_epoch}),
+        cache=not opt.notest and _cache_of_data_set(opt, keep), rect=not opt.overfit, pad=0.5,
+        world_size=run.ranks.world_size, prefix="val: ", subset_filter=subset_filter, keypoints=run.data.keypoints,
+        share=share, row_forms=row_forms, **_loader_options(opt, fast, first_epoch),
     )  # fmt: skip
     check_labels(dataset, run.data, opt.strict_data)
-    return loader
+    return keep(loader) if keep and len(dataset) else loader
+
+
+def _cache_of_data_set(opt, is_elsewhere):
+    """What a data set shall keep of its images itself: nothing where --cache-images gpu keeps them elsewhere."""
+    if opt.cache_images == "gpu":
+        return not is_elsewhere
+    return opt.cache_images
+
+
+def _loader_options(opt, fast, first_epoch):
+    return {"workers": opt.workers} | fast | ({"first_epoch": first_epoch} if fast else {})

@@ -179,7 +179,7 @@ def _floating_mix(one, other, distance):
     return ((other - one).astype(float) * distance + one).astype(np.float32)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=64)
 def rounding_mode(width):
     """How OpenCV warps to outputs of `width` pixels: FIXED, FLOATING, or None of them; a few rows are compared."""
     rows = 32

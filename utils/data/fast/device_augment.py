@@ -53,6 +53,11 @@ class DeferredBatch(NamedTuple):
         batch, rows, width, channels = self.pixels.shape
         return batch, rows // CAPACITY if self.steps.shape[1] > STEPS else rows, width, channels
 
+    def on_device(self, room):
+        """`augmented` on the device where `room(number, shape)` gives a uint8 tensor, another one for each number."""
+        there = DeferredBatch(*(room(k, part.shape).copy_(part, non_blocking=True) for k, part in enumerate(self)))
+        return there.augmented(out=room(2, there.image_shape))
+
     def augmented(self, out=None):
         """The images [b x 3 x h x w: RGB] in channels-last order, on the device where the pixels are.
 

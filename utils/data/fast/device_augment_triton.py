@@ -21,7 +21,7 @@ def _pixel(image, row, column, height, width, inside, OUTSIDE: tl.constexpr):
 
 
 @triton.jit
-def _mixed(one, two, three, four, across, down, FLOATING: tl.constexpr, FRACTION: tl.constexpr):
+def mixed(one, two, three, four, across, down, FLOATING: tl.constexpr, FRACTION: tl.constexpr):
     """One colour of the output, from four neighbours and the distances from the first: see deferred.py."""
     if FLOATING:
         one, two, three, four = one.to(tl.float32), two.to(tl.float32), three.to(tl.float32), four.to(tl.float32)
@@ -48,10 +48,23 @@ def _warped(image, grid, distances, row, column, height, width, inside, FLOATING
     blue2, green2, red2 = _pixel(image, y, x + 1, part_height, part_width, inside, OUTSIDE)
     blue3, green3, red3 = _pixel(image, y + 1, x, part_height, part_width, inside, OUTSIDE)
     blue4, green4, red4 = _pixel(image, y + 1, x + 1, part_height, part_width, inside, OUTSIDE)
-    blue = _mixed(blue1, blue2, blue3, blue4, across, down, FLOATING, FRACTION)
-    green = _mixed(green1, green2, green3, green4, across, down, FLOATING, FRACTION)
-    red = _mixed(red1, red2, red3, red4, across, down, FLOATING, FRACTION)
+    blue = mixed(blue1, blue2, blue3, blue4, across, down, FLOATING, FRACTION)
+    green = mixed(green1, green2, green3, green4, across, down, FLOATING, FRACTION)
+    red = mixed(red1, red2, red3, red4, across, down, FLOATING, FRACTION)
     return blue, green, red
+
+
+@triton.jit
+def to_hsv(blue, green, red, divisions):
+    """Hue, saturation and value as OpenCV has them."""
+    value = tl.maximum(tl.maximum(red, green), blue)
+    spread = value - tl.minimum(tl.minimum(red, green), blue)
+    saturation = (spread * tl.load(divisions + value) + 2048) >> 12
+    hue = tl.where(
+        value == red, green - blue, tl.where(value == green, blue - red + 2 * spread, red - green + 4 * spread)
+    )
+    hue = (hue * tl.load(divisions + 256 + spread) + 2048) >> 12
+    return tl.where(hue < 0, hue + 180, hue), saturation, value
 
 
 @triton.jit
@@ -74,14 +87,7 @@ def _kernel(pixels, rows, all_steps, grids, distances, steps_bytes, divisions, c
         blue, green, red = _pixel(image, row, column, height, width, inside, OUTSIDE)
     rgb = red | green << 8 | blue << 16
     if tl.load(steps + RECOLOURED) != 0:
-        value = tl.maximum(tl.maximum(red, green), blue)
-        spread = value - tl.minimum(tl.minimum(red, green), blue)
-        saturation = (spread * tl.load(divisions + value) + 2048) >> 12
-        hue = tl.where(
-            value == red, green - blue, tl.where(value == green, blue - red + 2 * spread, red - green + 4 * spread)
-        )
-        hue = (hue * tl.load(divisions + 256 + spread) + 2048) >> 12
-        hue = tl.where(hue < 0, hue + 180, hue)
+        hue, saturation, value = to_hsv(blue, green, red, divisions)
         hue = tl.load(steps + hue, mask=inside, other=0).to(tl.int32)
         saturation = tl.load(steps + 256 + saturation, mask=inside, other=0).to(tl.int32)
         value = tl.load(steps + 512 + value, mask=inside, other=0).to(tl.int32)

@@ -10,9 +10,9 @@ from torch.utils.data import BatchSampler
 
 from utils.data.dataset import LoadImagesAndLabels
 from utils.data.epoch_loader import EpochLoader, NamedErrors
-from utils.data.fast.deferred import CAPACITY, STEPS, rounding_mode, steps_bytes
-from utils.data.fast.device_augment import agrees_with_table, gpu_agrees
-from utils.data.fast.shm_batches import SharedMemoryLoader, choose_micro_batch, ring_length
+from utils.data.fast.deferred import CAPACITY, STEPS, DeferredDataset, rounding_mode, steps_bytes
+from utils.data.fast.device_augment import DeferredBatch, agrees_with_table, gpu_agrees
+from utils.data.fast.shm_batches import LateSteps, SharedMemoryLoader, choose_micro_batch, ring_length
 from utils.data.fast.worker_pool import can_fork
 from utils.data.keyed_dataset import KeyedDataset, SeededQuad, WithKeys
 from utils.data.sampler import EpochOrder, ShortEpochs
@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 class LoaderOptions:
     """What the flags ask of a loader. `timeout` in seconds; `seed` None: the generators go their own way.
 
-    `max_batches` is the length of an epoch at most; None: the whole data set.
+    `max_batches` is the length of an epoch at most; None: the whole data set. `compose(dataset, workers, with_groups)`
+    reads all images to where a GPU makes the samples of them, and returns the LateSteps for that; None if it cannot.
     """
 
     persistent_workers: bool = False
@@ -39,6 +40,7 @@ class LoaderOptions:
     defer_steps: bool = False  # the consumer understands a DeferredBatch
     defer_affine: bool = True  # with its affines
     max_batches: int | None = None
+    compose: Callable[[LoadImagesAndLabels, int, bool], LateSteps | None] | None = None
 
 
 def build_loader(dataset: LoadImagesAndLabels, batch_size: int, workers: int, options: LoaderOptions, *,
@@ -58,27 +60,29 @@ def build_loader(dataset: LoadImagesAndLabels, batch_size: int, workers: int, op
     if options.max_batches:
         batches = ShortEpochs(batches, options.max_batches, options.first_epoch)
     options = possible_options(options, workers, warn=dataset.augment)
+    late = None
+    if options.compose:  # before there are workers, which inherit the images
+        late = options.compose(dataset, workers if options.worker_tensor else 0, collate_fn4 is not None)
     if image_weights and options.persistent_workers:
         source.share_indices()
     if not options.worker_tensor:
         return _torch_loader(source, batches, batch_size, workers, options, image_weights, collate_fn, collate_fn4)
-    options = _agreed(options, dataset, collate_fn4)
-    return _shared_memory_loader(source, batches, batch_size, workers, options, image_weights, collate_fn4)
+    if late is None and options.defer_steps:
+        late = _deferred_steps(dataset, collate_fn4, options.defer_affine)
+    return _shared_memory_loader(source, batches, batch_size, workers, options, image_weights, collate_fn4, late)
 
 
-def _agreed(options, dataset, collate_group):
-    """`options` without the steps that this GPU would make otherwise than the host."""
-    while num_bytes := deferred_bytes(dataset, collate_group, options.defer_affine) if options.defer_steps else 0:
-        has_affine = num_bytes > STEPS
-        if gpu_agrees(dataset.img_size, has_affine):
-            break
-        options = replace(options, defer_affine=False, defer_steps=has_affine)
-    return options
+def _deferred_steps(dataset, collate_group, defer_affine):
+    """The LateSteps of the samples, or None; without those that this GPU would make otherwise than the host."""
+    for with_affine in (True, False) if defer_affine else (False,):
+        num_bytes = deferred_bytes(dataset, collate_group, with_affine)
+        if num_bytes and gpu_agrees(dataset.img_size, num_bytes > STEPS):
+            return LateSteps(num_bytes, DeferredDataset, DeferredBatch, CAPACITY if num_bytes > STEPS else 1)
+    return None
 
 
-def _shared_memory_loader(source, batches, batch_size, workers, options, image_weights, collate_fn4):
-    num_step_bytes = deferred_bytes(source.dataset, collate_fn4, options.defer_affine) if options.defer_steps else 0
-    batch_bytes = _batch_bytes(source.dataset, batch_size, collate_fn4) * (CAPACITY if num_step_bytes > STEPS else 1)
+def _shared_memory_loader(source, batches, batch_size, workers, options, image_weights, collate_fn4, late):
+    batch_bytes = _batch_bytes(source.dataset, batch_size, collate_fn4) * (late.room if late else 1)
     micro_batch = min(options.micro_batch_size or choose_micro_batch(batch_size, workers), batch_size)
     prefetch = options.prefetch_factor or 2
     check_memory(
@@ -88,7 +92,7 @@ def _shared_memory_loader(source, batches, batch_size, workers, options, image_w
     return SharedMemoryLoader(
         source, batches, batch_size, batch_bytes, workers, micro_batch=micro_batch, prefetch=prefetch,
         timeout=options.timeout, collate_group=collate_fn4, endless=not image_weights,
-        persistent=options.persistent_workers, lock_pages=torch.cuda.is_available(), num_step_bytes=num_step_bytes,
+        persistent=options.persistent_workers, lock_pages=torch.cuda.is_available(), late=late,
     )  # fmt: skip
 
 

@@ -18,13 +18,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from threading import Thread
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler
 
-from utils.data.fast.deferred import DeferredDataset
-from utils.data.fast.device_augment import DeferredBatch
 from utils.data.fast.worker_pool import WorkerPool
 from utils.data.keyed_dataset import KeyedDataset
 from utils.data.sampler import EndlessBatches, ShortEpochs
@@ -34,8 +33,21 @@ from utils.system.memory import describe_bytes, shared_array
 logger = logging.getLogger(__name__)
 
 
+class LateSteps(NamedTuple):
+    """Steps of the samples that workers write down, for a GPU to do: `num_bytes` a sample.
+
+    `dataset(data set)` is the form of a data set whose samples write them where its `begin` says, and
+    `batch(pixels, steps)` what the loader yields as images. `room` is what a sample needs in a batch, in images.
+    """
+
+    num_bytes: int
+    dataset: Callable
+    batch: Callable
+    room: int = 1
+
+
 class BatchRing:
-    """`count` slots: `num_bytes` for images, and for each sample deferred steps and a key (epoch, position)."""
+    """`count` slots: `num_bytes` for images, and for each sample `num_step_bytes` and a key (epoch, position)."""
 
     def __init__(self, count, num_bytes, batch_size, num_step_bytes=0):
         self.num_bytes, self.num_step_bytes = num_bytes, num_step_bytes
@@ -101,60 +113,63 @@ class BatchRing:
         return self.pixels[slot, start : start + size].reshape(shape)
 
     def steps(self, slot):
-        """The deferred steps of the samples in `slot` [batch size x num_step_bytes]."""
+        """The late steps of the samples in `slot` [batch size x num_step_bytes]."""
         return self.pixels[slot, self.num_bytes :].reshape(-1, self.num_step_bytes)
 
     def images(self, slot, num_images, shape):
-        """The batch in `slot` on the same memory: uint8 [num_images x 3 x h x w], or a DeferredBatch."""
+        """The batch in `slot` on the same memory: uint8 [num_images, *shape]."""
         size = num_images * math.prod(shape)
-        images = torch.from_numpy(self.pixels[slot, :size].reshape(num_images, *shape))
-        return DeferredBatch(images, torch.from_numpy(self.steps(slot)[:num_images])) if self.num_step_bytes else images
+        return torch.from_numpy(self.pixels[slot, :size].reshape(num_images, *shape))
 
 
 class BatchWriter:
     """What a worker does: makes the samples of a task and writes them into its slot.
 
-    With `collate_group` four samples become one image. Otherwise the data set writes pixels where they belong, and its
-    last steps, if the ring has room for them, are written down instead of made.
+    With `collate_group` four samples become one image. Otherwise the data set writes pixels where they belong; its
+    LateSteps, if there are any, are written down instead of made.
     """
 
-    def __init__(self, source, ring, collate_group=None):
-        self.source, self.ring, self.collate_group = source, ring, collate_group
+    def __init__(self, source, ring, collate_group=None, late=None):
+        self.source, self.ring, self.collate_group, self.late = source, ring, collate_group, late
         self.group_size = 4 if collate_group else 1
         self.current = -1, -1  # slot and position of the sample that is being made
+        self.is_placed = False  # whether its pixels lie where they belong
 
     def enter(self):
         """Called in the worker: the data set of the main process stays as it is."""
-        if self.ring.num_step_bytes:
-            self.source.dataset = DeferredDataset(self.source.dataset)
+        if self.late:
+            self.source.dataset = self.late.dataset(self.source.dataset)
         self.source.enter_worker()
         if not self.collate_group:
             self.source.dataset.new_image = self._place
 
     def _place(self, shape, dtype):
         assert dtype == np.uint8, "slots hold bytes"
+        self.is_placed = True
         return self.ring.place(*self.current, shape)
 
     def __call__(self, task, doing):
         """Answer to (slot, start, stop): targets [n x 6], image shape, paths and shapes of the samples."""
         slot, start, stop = task
         targets, paths, shapes = [], [], []
+        keys = {position: tuple(key) for position, key in enumerate(self.ring.keys[slot, start:stop].tolist(), start)}
+        steps = self.ring.steps(slot) if self.late else None
         for number in range(start // self.group_size, -(-stop // self.group_size)):
             first = number * self.group_size
             samples = []
             for position in range(first, min(first + self.group_size, stop)):
+                self.is_placed = False
                 doing[:] = self.current = slot, position  # before it begins, for it may be the end of this worker
-                if self.ring.num_step_bytes:
-                    self.source.dataset.begin(self.ring.steps(slot)[position])
-                samples.append(self.source[self._key(slot, position)])
+                if self.late:
+                    self.source.dataset.begin(steps[position])
+                samples.append(self.source[keys[position]])
             image, rows, _, _ = samples[0]
             if self.collate_group:
-                images, rows, _, _ = self.source.collate_group(self.collate_group, self._key(slot, first), samples)
+                images, rows, _, _ = self.source.collate_group(self.collate_group, keys[first], samples)
                 image = images[0]
             rows[:, 0] = number
-            place = self.ring.place(slot, number, image.shape)
-            if image.data_ptr() != place.ctypes.data:  # a group, or of a data set with memory of its own
-                place[:] = image
+            if not self.is_placed:  # a group, or of a data set with memory of its own
+                self.ring.place(slot, number, image.shape)[:] = image
             targets.append(rows.numpy())
             paths += [path for _, _, path, _ in samples]
             shapes += [shape for _, _, _, shape in samples]
@@ -162,10 +177,7 @@ class BatchWriter:
 
     def describe(self, slot, position):
         """The file of a sample, for messages."""
-        return self.source.path(self._key(slot, position)) if slot >= 0 else "nothing"
-
-    def _key(self, slot, position):
-        return tuple(self.ring.keys[slot, position].tolist())
+        return self.source.path(self.ring.keys[slot, position].tolist()) if slot >= 0 else "nothing"
 
 
 @dataclass
@@ -182,7 +194,7 @@ class SharedMemoryLoader:
 
     `batches` is a batch sampler over keys. `endless`: the workers go on with the next epoch before it is asked for;
     otherwise each pass waits for its first batch, and `persistent` decides whether the workers stay between passes.
-    With `num_step_bytes` the images are a DeferredBatch, whose last steps are left to the consumer.
+    With LateSteps the images are what these say, and some steps are left to the consumer.
     The images of a batch are valid until the next batch is asked for. `copy_stream`: the CUDA stream that reads them,
     if it is another one than the current stream at that moment.
     """
@@ -190,15 +202,15 @@ class SharedMemoryLoader:
     def __init__(self, source: KeyedDataset, batches: BatchSampler | ShortEpochs, batch_size: int, batch_bytes: int,
                  workers: int, *, micro_batch: int = 8, prefetch: int = 2, timeout: float = 300,
                  collate_group: Callable | None = None, endless: bool = True, persistent: bool = True,
-                 lock_pages: bool = False, num_step_bytes: int = 0):  # fmt: skip
+                 lock_pages: bool = False, late: LateSteps | None = None):  # fmt: skip
         self.dataset, self.source, self.batches, self.sampler = source.dataset, source, batches, batches.sampler
         self.batch_size, self.num_workers, self.timeout = batch_size, workers, timeout
         self.endless, self.persistent, self.copy_stream = endless, persistent or endless, None
         self.group_size = 4 if collate_group else 1
         self.micro_batch = -(-micro_batch // self.group_size) * self.group_size  # a group is the work of one worker
         count = ring_length(workers, prefetch, self.micro_batch, batch_size)
-        self.ring = BatchRing(count, batch_bytes, batch_size, num_step_bytes)
-        self.writer = BatchWriter(source, self.ring, collate_group)
+        self.late, self.ring = late, BatchRing(count, batch_bytes, batch_size, late.num_bytes if late else 0)
+        self.writer = BatchWriter(source, self.ring, collate_group, late)
         self.keys, self.pool, self.owner = iter(()), None, os.getpid()
         self.pending: dict[int, PendingBatch] = {}  # by slot, the oldest first
         if endless:
@@ -290,6 +302,8 @@ class SharedMemoryLoader:
         num_images = max(batch.num_samples // self.group_size, 1)
         paths, shapes = (tuple(entry for part in parts for entry in part)[:num_images] for parts in (paths, shapes))
         images = self.ring.images(slot, num_images, image_shapes[0])
+        if self.late:
+            images = self.late.batch(images, torch.from_numpy(self.ring.steps(slot)[:num_images]))
         return images, torch.from_numpy(np.concatenate(targets)), paths, shapes
 
 

@@ -1,0 +1,75 @@
+"""utils/data/gpu/recipes.py: samples that are only drawn are the reference's, and their recipes say what they are."""
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+
+from tests.data.gpu.configurations import CONFIGURATIONS, dataset_of
+from utils.data.affine import Affine
+from utils.data.gpu.recipes import HEADER, LAYER, OBJECT, RECIPE, TILE, DrawnImage, RecipeDataset
+from utils.data.mosaic import Mosaic, Tile
+from utils.data.transforms import Colours
+from utils.datasets import LoadImagesAndLabels
+from utils.system.random_state import seed_generators
+
+
+class MadeOnTheHost(RecipeDataset):
+    """Hands over what its drawn images would be."""
+
+    def pixels(self, img):
+        return LoadImagesAndLabels.pixels(self, np.asarray(img))
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_the_same_samples(name, folder):
+    changes, options = CONFIGURATIONS[name]
+    dataset = dataset_of(folder, changes, **options)
+    recipes = MadeOnTheHost(dataset)
+    for index in range(len(dataset)):
+        samples = []
+        for form in (dataset, recipes):
+            seed_generators(5, index)
+            samples.append((*form[index], np.random.random(), torch.rand(1).shape))
+        (image, rows, *rest), (other, more_rows, *more) = samples
+        assert image.equal(other) and rows.equal(more_rows) and rest == more
+
+
+def test_a_recipe_by_hand(folder):
+    """Twice as large, shifted: a tile that hangs over the edge of a canvas seen through a window."""
+    dataset = dataset_of(folder, {})
+    canvas = Mosaic(dataset, [Tile(3, 5, -10, 40, 30), Tile(0, 500, 0, 10, 10)], window=(7, 2))
+    image = DrawnImage(canvas, Affine(np.array([[2, 0, 6], [0, 2, -4], [0, 0, 1.0]]), 2, 64, 64, False))
+    image.colours, image.ratio, image.flips = Colours(1, 0.5, 1.5), 0.25, [False, True]
+    image.objects = [(np.full((2, 3, 3), 9, np.uint8), 4, 5), (np.full((1, 1, 3), 8, np.uint8), 1, 2)]
+    recipe, place = np.zeros(RECIPE, np.uint8), np.zeros((64, 64, 3), np.uint8)
+    assert image.write(recipe, place, np.array([0, 0, 0, 1000]))
+    assert HEADER.unpack_from(recipe) == (1, 1, 0, 1, 2, 48 + 32, 0, 1, 0.5, 1.5, 0.25)
+    assert LAYER.unpack_from(recipe, HEADER.size) == (0.5, 0, -3, 0, 0.5, 2, 1, 0)
+    tile = TILE.unpack_from(recipe, HEADER.size + LAYER.size)
+    assert tile == (1000 + 3 * (12 * 40 + 2), 40, 0, 0, 38, 18, 0), "12 rows and 2 columns are cut off"
+    assert OBJECT.unpack_from(place) == (4, 5, 3, 2) and OBJECT.unpack_from(place.reshape(-1), 48) == (1, 2, 1, 1)
+    assert place.reshape(-1)[16:34].tolist() == [9] * 18 and place.reshape(-1)[64:67].tolist() == [8] * 3
+
+
+def test_objects_without_room_are_pasted_by_the_worker(folder):
+    dataset = RecipeDataset(dataset_of(folder, {}))
+    height, width = dataset.image_store.shapes[0].tolist()
+    image = DrawnImage(Mosaic(dataset, [Tile(0, 0, 0, width, height)]), Affine(np.eye(3), 1, 64, 64, False))
+    dataset.paste(image, np.full((64, 64, 3), 9, np.uint8), 0, 0)
+    recipe = np.full(RECIPE, 7, np.uint8)
+    dataset.begin(recipe)
+    assert (dataset.pixels(image) == 9).all()
+    assert HEADER.unpack_from(recipe) == (0, 0, 0, 0, 0, 64 * 64 * 3, 0, 1, 1, 1, 1)
+
+
+def test_every_step_on_pixels_has_its_drawn_form():
+    """A step that is added to the reference alone would see an image that is not there."""
+    steps = {
+        name
+        for name, method in vars(LoadImagesAndLabels).items()
+        if inspect.isfunction(method) and {"img", "mosaic"} & set(inspect.signature(method).parameters)
+    }
+    assert steps >= {"warped", "moved", "blended", "recolour", "paste", "flip", "pixels"}
+    assert steps - set(vars(RecipeDataset)) == {"_flipped"}, "which draws, and calls flip"

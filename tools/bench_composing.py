@@ -1,0 +1,237 @@
+"""--cache-images gpu: what a sample costs its worker, the loader alone by workers, and what the kernel takes.
+
+    python tools/bench_composing.py                                                 # 320 px, batch 384, tiny
+    python tools/bench_composing.py --img 640 --batch 32 --hyp data/hyp.scratch.p5.yaml --workers 1 2 4 8
+
+The data set is that of bench_samples.py, or `--data`, with its images in RAM. Three tables, results.json and
+results.png:
+
+    sample   CPU ms of a sample in one process, all forms with equal draws: pixels at once, last steps left to the GPU
+             (--fast-step), drawn only (--cache-images gpu, with the images on the card)
+    loader   images/s of loaders that nothing else waits for, each run a process of its own; and the share of a core
+             that the main process uses
+    kernel   ms of the GPU for a batch, images on the card and in page-locked memory of the host; and the share of it
+             in a step of `--step` ms, if given
+
+Without a GPU only the first table is made.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import cv2
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.bench_loader import in_process, measure, rooms_on, write_images
+from tools.experiments import markdown
+from utils.config.hyp import load_hyp
+from utils.data.fast.deferred import DeferredDataset, steps_bytes
+from utils.data.gpu.compose import ComposedBatch, composes, open_composing
+from utils.data.gpu.host_memory import HostMemory
+from utils.data.gpu.recipes import RECIPE, RecipeDataset
+from utils.data.gpu.store import ImageStore
+from utils.datasets import LoadImagesAndLabels
+from utils.system.random_state import seed_generators
+from utils.system.streams import keep_streams
+
+IN_MEMORY = {"persistent_workers": True, "worker_tensor": True}
+LOADERS = {
+    "reference": {},
+    "--fast-step": IN_MEMORY | {"defer_steps": True},
+    "--cache-images gpu": IN_MEMORY | {"compose": lambda dataset, _, with_groups: open_composing(dataset, with_groups)},
+}
+PLACES = "card", "host"
+
+
+def store_of(dataset, place):
+    """The cached images of `dataset` on the "card", in page-locked memory of the "host", or nowhere (None)."""
+    shapes, pixels = [img.shape[:2] for img in dataset.imgs], torch.from_numpy(dataset.memory_cache.copy())
+    if place == "card":
+        return ImageStore(pixels.cuda(), shapes)
+    if place == "host":
+        memory = HostMemory(len(pixels))
+        memory.bytes[:] = pixels.numpy()
+        if (problem := memory.lock(torch.device("cuda"))) is not None:
+            raise SystemExit(problem)
+        return ImageStore(memory.on_device(torch.device("cuda")), shapes)
+    return ImageStore(pixels, shapes)
+
+
+def sample_forms(dataset):
+    """{name: the data set as a worker has it}, each with its place for pixels and steps."""
+    size, forms = dataset.img_size, {"reference": dataset}
+    dataset.image_store = store_of(dataset, None)
+    for name, form, num_bytes in (
+        ("--fast-step", DeferredDataset, steps_bytes(size, True)),
+        ("--cache-images gpu", RecipeDataset, RECIPE),
+    ):
+        forms[name], places = form(dataset), {}
+        forms[name].steps_place = np.zeros(num_bytes, np.uint8)
+        forms[name].new_image = lambda shape, dtype, places=places: places.setdefault(shape, np.empty(shape, dtype))
+    return forms
+
+
+def sample_costs(dataset, options):
+    """{form: CPU ms of a sample in each repeat}, measured in turns."""
+    forms = sample_forms(dataset)
+    costs = {name: [] for name in forms}
+    for _ in range(options.repeats):
+        for name, form in forms.items():
+            began = time.thread_time()
+            for k in range(options.samples):
+                seed_generators(0, k)
+                if name != "reference":
+                    form.begin(form.steps_place)
+                form[k % len(form)]
+            costs[name].append(1e3 * (time.thread_time() - began) / options.samples)
+    return costs
+
+
+def measure_loader(dataset, options, name):
+    """bench_loader's numbers, the store filled before the clock runs."""
+    if name == "--cache-images gpu":
+        dataset.image_store = store_of(dataset, options.place)
+        assert composes(dataset), "the warning above says why not"
+    return measure(dataset, options, LOADERS[name])
+
+
+def kernel_times(dataset, options, place):
+    """ms of the GPU for the same batch in each of 50 launches."""
+    dataset.image_store = store_of(dataset, place)
+    worker, size = RecipeDataset(dataset), dataset.img_size
+    pixels = np.zeros((options.batch, size, size, 3), np.uint8)
+    recipes = np.zeros((options.batch, RECIPE), np.uint8)
+    for k in range(options.batch):
+        seed_generators(1, k)
+        worker.new_image = lambda shape, dtype, k=k: pixels[k]
+        worker.begin(recipes[k])
+        worker[k % len(worker)]
+    batch = ComposedBatch(torch.from_numpy(pixels), torch.from_numpy(recipes), dataset.image_store)
+    room, times = rooms_on("cuda"), []
+    launch = batch.uploaded(room)
+    for k in range(60):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        launch()
+        end.record()
+        torch.cuda.synchronize()
+        if k >= 10:
+            times.append(begin.elapsed_time(end))
+    return times
+
+
+def spread(values, form):
+    return f"{form.format(statistics.median(values))} ({form.format(min(values))}-{form.format(max(values))})"
+
+
+def print_tables(results, options):
+    """The three tables; medians, with lowest and highest in brackets."""
+    print("\n" + markdown.table(["sample", "CPU ms"],
+                                [[name, spread(v, "{:.3f}")] for name, v in results["sample"].items()]))  # fmt: skip
+    if results["loader"]:
+        rows = [
+            [name, workers, spread([run["rate"] for run in runs], "{:,.0f}"),
+             spread([run["main_share"] for run in runs], "{:.2f}")]
+            for name, by_workers in results["loader"].items() for workers, runs in by_workers.items()
+        ]  # fmt: skip
+        print("\n" + markdown.table(["loader", "workers", "img/s", "main"], rows))
+        rows = [
+            [place, spread(times, "{:.3f}"), options.step and f"{100 * statistics.median(times) / options.step:.1f}"]
+            for place, times in results["kernel"].items()
+        ]  # fmt: skip
+        print("\n" + markdown.table(["kernel, images on the", "ms a batch", "% of a step"], rows))
+
+
+def plot(results, title, path):
+    """Images/s by workers, one line a loader."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(6, 4))
+    for name, by_workers in results["loader"].items():
+        rates = [[run["rate"] for run in runs] for runs in by_workers.values()]
+        axis.plot(list(by_workers), [statistics.median(row) for row in rates], marker="o", label=name)
+    axis.set(xlabel="workers", ylabel="images/s, loader alone", title=title, ylim=(0, None))
+    axis.set_xticks(list(next(iter(results["loader"].values()))))
+    axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", help="folder or list file of images; default: drawn for the occasion, 640 x 480")
+    parser.add_argument("--images", type=int, default=4000, help="images to draw")
+    parser.add_argument("--img", type=int, default=320)
+    parser.add_argument("--batch", type=int, default=384)
+    parser.add_argument("--hyp", default="data/hyp.scratch.tiny.yaml")
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8, 16])
+    parser.add_argument("--place", choices=PLACES, default="card", help="where the loaders have the images")
+    parser.add_argument("--samples", type=int, default=300, help="samples of a measurement in one process")
+    parser.add_argument("--epochs", type=int, default=3, help="measured epochs of each run of a loader")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--step", type=float, help="ms of a training step")
+    parser.add_argument("--out", default="runs/bench_composing", help="folder of results.json and results.png")
+    return parser.parse_args()
+
+
+def measure_all(dataset, options):
+    """The numbers of all tables; no process but forked ones touches the GPU."""
+    results = {"sample": in_process(dataset, options, function=sample_costs), "loader": {}, "kernel": {}}
+    if not os.path.exists("/dev/nvidiactl"):
+        return results
+    for name in LOADERS:
+        results["loader"][name] = {workers: [] for workers in options.workers}
+    for repeat in range(options.repeats):
+        for workers in options.workers:
+            settings = SimpleNamespace(
+                **vars(options) | {"workers": workers, "micro_batch_size": 0, "prefetch_factor": None}
+            )
+            for name in LOADERS:
+                run = in_process(dataset, settings, name, function=measure_loader)
+                results["loader"][name][workers].append(run)
+                print(f"{repeat + 1}/{options.repeats} {name}, {workers} workers: {run['rate']:,.0f} img/s", flush=True)
+    for place in PLACES:
+        results["kernel"][place] = in_process(dataset, options, place, function=kernel_times)
+    return results
+
+
+def main():
+    options = parse()
+    cv2.setNumThreads(0)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        source = options.data or str(write_images(Path(folder), options.images))
+        dataset = LoadImagesAndLabels(
+            source, options.img, options.batch, augment=True, hyp=load_hyp(options.hyp), cache_images=True
+        )
+        results = measure_all(dataset, options)
+    title = f"{options.img} px, batch {options.batch}, {Path(options.hyp).name}, {len(dataset)} images"
+    versions = f"OpenCV {cv2.__version__}, torch {torch.__version__}, {os.cpu_count()} cores"
+    print(f"\n{title}; {versions}; medians of {options.repeats} runs in turns (lowest-highest)")
+    print_tables(results, options)
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    facts = {"options": vars(options), "python": platform.python_version(), "results": results}
+    (out / "results.json").write_text(json.dumps(facts, indent=1))
+    if results["loader"]:
+        plot(results, title, out / "results.png")
+    print(f"\nwritten to {out}")
+
+
+if __name__ == "__main__":
+    keep_streams()
+    main()

@@ -1,0 +1,10 @@
+"""--cache-images gpu: the images live beside the model. Opt-in: a run without the flag imports nothing of it.
+
+placing       where they fit: card, page-locked memory, RAM; one sentence says why
+host_memory   one copy for all processes of a machine, that GPUs can read
+filling       from files to where they stay, the work shared by the processes
+store         what a kernel reads: bytes, offsets and shapes
+recipes       a data set whose workers draw: labels, and what a kernel has to know to make the image
+compose       batches of such samples, made on the GPU (compose_triton); whether it makes the host's bytes
+kept_batches  finished batches of a validation set
+"""

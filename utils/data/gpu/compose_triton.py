@@ -1,0 +1,153 @@
+"""Batches from recipes (recipes.py) and the images of an ImageStore: one kernel of Triton."""
+
+import torch
+import triton
+import triton.language as tl
+
+from utils.data.fast import deferred
+from utils.data.fast.device_augment_triton import mixed, to_hsv
+from utils.data.gpu import recipes as layout
+
+ROWS, COLUMNS = 8, 64  # pixels that a program makes: more need so many registers that fewer programs run at once
+
+
+@triton.jit
+def _rounded(number):
+    """A float64 as the nearest whole number, int32, halves to even: what is added leaves no bit behind the point."""
+    return ((number + 6755399441055744.0) - 6755399441055744.0).to(tl.int32)  # 1.5 * 2**52
+
+
+@triton.jit
+def _positions(back, row, column, like, FLOATING: tl.constexpr, PRECISION: tl.constexpr, FRACTION: tl.constexpr):
+    """Along one axis of the canvas: the first of the two pixels between which each position lies, and the distance."""
+    if FLOATING:
+        per_column, per_row = tl.load(back).to(tl.float32), tl.load(back + 1).to(tl.float32)
+        of_row = row.to(tl.float32) * per_row + tl.load(back + 2).to(tl.float32)  # rounded twice, see deferred.py
+        column, of_row = tl.broadcast_to(column.to(tl.float32), like.shape), tl.broadcast_to(of_row, like.shape)
+        position = tl.fma(column, per_column, of_row)
+        first = tl.floor(position)
+        return first.to(tl.int32), position - first
+    else:  # noqa: RET505 (without it Triton compiles what follows in both cases)
+        SCALE: tl.constexpr = 1 << PRECISION
+        HALF: tl.constexpr = 1 << (PRECISION - FRACTION - 1)
+        of_column = _rounded(tl.load(back) * column.to(tl.float64) * SCALE)
+        of_row = _rounded((tl.load(back + 1) * row.to(tl.float64) + tl.load(back + 2)) * SCALE)
+        position = (of_column + of_row + HALF) >> (PRECISION - FRACTION)
+        return position >> FRACTION, position & ((1 << FRACTION) - 1)
+
+
+@triton.jit
+def _look_up(source, hit, before):
+    """Blue, green and red at `source` in one number where `hit`, elsewhere what was there `before`."""
+    blue = tl.load(source, mask=hit, other=0).to(tl.int32)
+    green = tl.load(source + 1, mask=hit, other=0).to(tl.int32)
+    red = tl.load(source + 2, mask=hit, other=0).to(tl.int32)
+    return tl.where(hit, blue | green << 8 | red << 16, before)
+
+
+@triton.jit
+def _layer(store, numbers, longs, doubles, row, column, inside, FLOATING: tl.constexpr, PRECISION: tl.constexpr,
+           FRACTION: tl.constexpr, OUTSIDE: tl.constexpr, LAYER: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+    """Blue, green and red of one layer, of which the pointers are at the beginning: int32, int64 and float64."""
+    x, across = _positions(doubles, row, column, inside, FLOATING, PRECISION, FRACTION)
+    y, down = _positions(doubles + 3, row, column, inside, FLOATING, PRECISION, FRACTION)
+    lowest_x, highest_x = tl.min(x), tl.max(x) + 1
+    lowest_y, highest_y = tl.min(y), tl.max(y) + 1
+    one = tl.zeros_like(x) + OUTSIDE * 65793  # in all three bytes
+    two, three, four = one, one, one
+    for number in range(tl.load(numbers + LAYER // 4 - 2)):
+        place = LAYER + number * TILE
+        tile = numbers + place // 4
+        width, x1, y1, x2, y2 = (tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4), tl.load(tile + 5),
+                                 tl.load(tile + 6))  # fmt: skip
+        if (lowest_x < x2) & (highest_x >= x1) & (lowest_y < y2) & (highest_y >= y1):
+            source = store + tl.load(longs + place // 8) + (y.to(tl.int64) * width + x) * 3
+            left, right = inside & (x >= x1) & (x < x2), inside & (x >= x1 - 1) & (x < x2 - 1)
+            top, bottom = (y >= y1) & (y < y2), (y >= y1 - 1) & (y < y2 - 1)
+            one, two = _look_up(source, top & left, one), _look_up(source + 3, top & right, two)
+            source += 3 * width
+            three, four = _look_up(source, bottom & left, three), _look_up(source + 3, bottom & right, four)
+    blue = mixed(one & 255, two & 255, three & 255, four & 255, across, down, FLOATING, FRACTION)
+    green = mixed(one >> 8 & 255, two >> 8 & 255, three >> 8 & 255, four >> 8 & 255, across, down, FLOATING, FRACTION)
+    red = mixed(one >> 16, two >> 16, three >> 16, four >> 16, across, down, FLOATING, FRACTION)
+    return blue, green, red
+
+
+@triton.jit
+def _blended(one, two, ratio):
+    """See pixel_ops.blended: float64, cut off."""
+    return (one.to(tl.float64) * ratio + two.to(tl.float64) * (1 - ratio)).to(tl.int32)
+
+
+@triton.jit
+def _scaled(level, factor):
+    """A saturation or value times a factor, cut off, as Colours.tables has it."""
+    return tl.minimum(tl.maximum((level.to(tl.float64) * factor).to(tl.int32), 0), 255)
+
+
+@triton.jit
+def _kernel(store, recipe, numbers, longs, doubles, pixels, pixel_numbers, divisions, colours, images, height, width,
+            FLOATING: tl.constexpr, PRECISION: tl.constexpr, FRACTION: tl.constexpr, OUTSIDE: tl.constexpr,
+            HEADER: tl.constexpr, LAYER: tl.constexpr, TILE: tl.constexpr, LAYER_BYTES: tl.constexpr,
+            START: tl.constexpr, OBJECT: tl.constexpr, ALIGNMENT: tl.constexpr, ROWS: tl.constexpr,
+            COLUMNS: tl.constexpr):  # fmt: skip
+    sample = tl.program_id(2).to(tl.int64)
+    numbers += sample * (recipe // 4)
+    longs += sample * (recipe // 8)
+    doubles += sample * (recipe // 8)
+    out_row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[:, None]
+    out_column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    inside = (out_row < height) & (out_column < width)
+    row = tl.where(tl.load(numbers + 2) != 0, height - 1 - out_row, out_row)
+    column = tl.where(tl.load(numbers + 3) != 0, width - 1 - out_column, out_column)
+    num_layers, start = tl.load(numbers), tl.load(longs + START // 8)
+    if num_layers == 0:
+        made = _look_up(pixels + start + (row * width + column) * 3, inside, 0)
+        blue, green, red = made & 255, made >> 8 & 255, made >> 16
+    else:
+        blue, green, red = _layer(store, numbers + HEADER // 4, longs + HEADER // 8, doubles + HEADER // 8, row, column,
+                                  inside, FLOATING, PRECISION, FRACTION, OUTSIDE, LAYER, TILE)  # fmt: skip
+    SECOND: tl.constexpr = HEADER + LAYER_BYTES
+    if num_layers == 2:
+        blue2, green2, red2 = _layer(store, numbers + SECOND // 4, longs + SECOND // 8, doubles + SECOND // 8, row,
+                                     column, inside, FLOATING, PRECISION, FRACTION, OUTSIDE, LAYER, TILE)  # fmt: skip
+        ratio = tl.load(doubles + HEADER // 8 - 1)
+        blue, green, red = _blended(blue, blue2, ratio), _blended(green, green2, ratio), _blended(red, red2, ratio)
+    rgb = red | green << 8 | blue << 16
+    if tl.load(numbers + 1) != 0:
+        hue, saturation, value = to_hsv(blue, green, red, divisions)
+        factors = doubles + HEADER // 8 - 4
+        hue = (hue.to(tl.float64) * tl.load(factors)).to(tl.int32)
+        hue = tl.where(hue >= 180, hue - 180, hue)  # a factor is at most 2
+        saturation, value = _scaled(saturation, tl.load(factors + 1)), _scaled(value, tl.load(factors + 2))
+        rgb = tl.load(colours + (hue * 65536 + saturation * 256 + value), mask=inside, other=0)
+    for _ in range(tl.load(numbers + 4)):
+        place = pixel_numbers + start // 4
+        x, y, w, h = tl.load(place), tl.load(place + 1), tl.load(place + 2), tl.load(place + 3)
+        hit = inside & (row >= y) & (row < y + h) & (column >= x) & (column < x + w)
+        pasted = _look_up(pixels + start + OBJECT + ((row - y) * w + column - x) * 3, hit, 0)
+        blue, green, red = (pasted & 255) << 16, pasted & 65280, pasted >> 16
+        rgb = tl.where(blue > 0, rgb & 65535 | blue, rgb)
+        rgb = tl.where(green > 0, rgb & 16711935 | green, rgb)
+        rgb = tl.where(red > 0, rgb & 16776960 | red, rgb)
+        start += (OBJECT + w * h * 3 + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    target = images + ((sample * height + out_row) * width + out_column) * 3
+    tl.store(target, (rgb & 255).to(tl.uint8), mask=inside)
+    tl.store(target + 1, (rgb >> 8 & 255).to(tl.uint8), mask=inside)
+    tl.store(target + 2, (rgb >> 16 & 255).to(tl.uint8), mask=inside)
+
+
+def compose(store, recipes, pixels, tables, mode, images):
+    """Write `images` [b x h x w x 3: RGB] from the bytes of a `store`, `recipes` [b x RECIPE] and `pixels` [bytes].
+
+    All are uint8. `mode` is how to round, as `deferred.rounding_mode` tells.
+    """
+    batch, height, width, _ = images.shape
+    grid = triton.cdiv(width, COLUMNS), triton.cdiv(height, ROWS), batch
+    _kernel[grid](
+        store, recipes.shape[1], recipes.view(torch.int32), recipes.view(torch.int64), recipes.view(torch.float64),
+        pixels, pixels.view(torch.int32), tables.divisions, tables.colours, images, height, width,
+        mode == deferred.FLOATING, deferred.PRECISION, deferred.FRACTION, deferred.OUTSIDE, layout.HEADER.size,
+        layout.LAYER.size, layout.TILE.size, layout.LAYER_BYTES, layout.START, layout.OBJECT.size, layout.ALIGNMENT,
+        ROWS, COLUMNS, num_warps=4, enable_fp_fusion=False,  # sums and products are rounded one by one, but for tl.fma
+    )  # fmt: skip

@@ -1,0 +1,76 @@
+"""The batches of a validation set, made once: the first validation remembers them where the GPU reads them.
+
+They never change, as nothing is drawn. From the second validation on there is nothing to decode, and no workers.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from utils.data.dataset import LoadImagesAndLabels
+from utils.data.gpu.host_memory import HostMemory
+from utils.data.gpu.placing import CARD, NAMES, possible_places, room_on_card, room_on_host
+from utils.system.memory import describe_bytes
+
+logger = logging.getLogger(__name__)
+
+
+class KeptBatches:
+    """The batches of `loader`, whose images [b x 3 x h x w] have their place in `pixels` uint8 [bytes] from then on.
+
+    `memory` is what `pixels` belongs to and what has to live as long.
+    """
+
+    def __init__(self, loader: Any, pixels: torch.Tensor, memory: Any = None) -> None:
+        self.loader, self.pixels, self.memory = loader, pixels, memory
+        self.dataset, self.batch_size, self.length = loader.dataset, loader.batch_size, len(loader)
+        self.batches: list[tuple] = []
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[tuple]:
+        if self.loader is None:
+            yield from self.batches
+            return
+        kept, end = [], 0
+        for images, targets, paths, shapes in self.loader:
+            start, end = end, end + images.numel()
+            place = self.pixels[start:end].view(images.shape)
+            place.copy_(images, non_blocking=True)
+            kept.append((place, targets.clone(), paths, shapes))
+            yield kept[-1]
+        self.batches, loader, self.loader = kept, self.loader, None
+        if hasattr(loader, "close"):  # its workers have nothing more to do
+            loader.close()
+
+
+def keep(loader: Any, *, device: torch.device, step_cost: Callable[[], tuple]) -> Any:
+    """`loader` as KeptBatches on the card, or in page-locked memory; itself where neither has room."""
+    num_bytes = bytes_of_batches(loader.dataset)
+    on_card, why = room_on_card(device, num_bytes, step_cost)
+    problems, size = [why], describe_bytes(num_bytes)
+    for place in possible_places(num_bytes, on_card, room_on_host(), workers_read=False):
+        try:
+            memory = HostMemory(num_bytes) if place != CARD else None
+            if memory is None:
+                pixels, problem = torch.empty(num_bytes, dtype=torch.uint8, device=device), None
+            else:
+                pixels, problem = torch.from_numpy(memory.bytes), memory.lock(device)
+        except (torch.cuda.OutOfMemoryError, MemoryError, OSError) as error:
+            problem = str(error).splitlines()[0]
+        if problem is None:
+            logger.info("val: batches: %s stay %s: %s", size, NAMES[place], "; ".join(problems))
+            return KeptBatches(loader, pixels, memory)
+        problems.append(problem)
+    logger.info("val: batches: %s are made anew each time: %s", size, "; ".join(problems))
+    return loader
+
+
+def bytes_of_batches(dataset: LoadImagesAndLabels) -> int:
+    """What the images of all batches of a data set that is not augmented take."""
+    if not dataset.rect:
+        return 3 * dataset.n * dataset.img_size**2
+    return 3 * int(dataset.batch_shapes.prod(1)[dataset.batch].sum())

@@ -1,0 +1,186 @@
+"""Samples that are only drawn: a worker writes labels, and a recipe of the image instead of the image itself.
+
+A recipe is RECIPE bytes: HEADER, then two layers, of which a mixup needs both. A layer is LAYER, the way back from a
+pixel of the image to a canvas, and then what lies on the canvas, TILES_MOST times TILE. The kernel
+(compose_triton.py) reads the canvases from the images of an ImageStore.
+
+What a worker has to make itself lies in the sample's place among the pixels of the batch: pasted objects, each of them
+OBJECT and then its pixels, up to a multiple of ALIGNMENT bytes; or, in a recipe without layers, the whole image, if a
+step is asked for that no kernel makes with the same bytes (perspective, copy-paste, resizing in a letterbox).
+
+    HEADER  int32 number of layers, whether colours change, upside down, mirrored, number of objects, bytes of the
+            place that are in use; int64 where these begin among those of the batch, which the consumer fills in;
+            float64 factors of hue, saturation and value, share of the first layer
+    LAYER   float64 [2 x 3] from (column, row, 1) of the image to (x, y) of the canvas;
+            int32 number of tiles, 0
+    TILE    int64 position in the store of the byte that would be at (0, 0) of the canvas; int32 width of the image in
+            the store, box x1, y1, x2, y2 of what it covers, ends excluded, 0
+    OBJECT  int32 x, y, width, height
+"""
+
+import struct
+
+import cv2
+import numpy as np
+
+from utils.data.dataset import LoadImagesAndLabels
+from utils.data.mosaic import Mosaic, Tile
+from utils.data.paste import paste_visible
+from utils.data.pixel_ops import blended
+from utils.data.training_size import resized_shape
+from utils.data.transforms import letterbox_layout
+
+HEADER, LAYER, TILE, OBJECT = (struct.Struct(form) for form in ("<6iq4d", "<6d2i", "<q6i", "<4i"))
+TILES_MOST, ALIGNMENT = 9, 16
+LAYER_BYTES = LAYER.size + TILES_MOST * TILE.size
+RECIPE = HEADER.size + 2 * LAYER_BYTES
+USED, START = 5 * 4, 6 * 4  # bytes of the header in front of these two
+UNMOVED = 1.0, 0.0, 0.0, 0.0, 1.0, 0.0
+
+
+class RecipeDataset(LoadImagesAndLabels):
+    """`dataset`, whose `image_store` a kernel reads; `begin` tells where the recipe of the next sample goes."""
+
+    def __init__(self, dataset):
+        vars(self).update(vars(dataset))  # the same lists and images; nothing is read again
+        self.offsets, self.recipe = dataset.image_store.offsets, None
+
+    def begin(self, recipe):
+        """The next sample writes `recipe` [RECIPE bytes]."""
+        self.recipe = recipe
+
+    def letterboxed(self, index, shape):
+        """As the reference, the image a DrawnImage unless the letterbox resizes it."""
+        width0, height0 = self.shapes[index].tolist()
+        resized = height, width = resized_shape(height0, width0, self.img_size)
+        layout = letterbox_layout(resized, shape, auto=False, scaleFill=False, scaleup=self.augment)
+        if layout.shape != resized:
+            return super().letterboxed(index, shape)
+        top, bottom, left, right = layout.borders()
+        canvas = Letterbox(self, Tile(index, left, top, width, height), height + top + bottom, width + left + right)
+        return DrawnImage(canvas), layout.ratio, layout.pad, (int(height0), int(width0)), resized
+
+    def warped(self, mosaic, affine):
+        return super().warped(mosaic, affine) if affine.has_perspective else DrawnImage(mosaic, affine)
+
+    def moved(self, img, affine):
+        if affine.has_perspective or not isinstance(img, DrawnImage):
+            return super().moved(np.asarray(img), affine)
+        return DrawnImage(img.layers[0][0], affine)
+
+    def blended(self, img, other, ratio):
+        if not (isinstance(img, DrawnImage) and isinstance(other, DrawnImage)):
+            return super().blended(img, other, ratio)
+        img.layers += other.layers
+        img.ratio = ratio
+        return img
+
+    def recolour(self, img, colours, now):
+        if not isinstance(img, DrawnImage):
+            return super().recolour(img, colours, now)
+        img.colours = colours
+        return img
+
+    def paste(self, img, pixels, x, y):
+        if isinstance(img, DrawnImage):
+            img.objects.append((pixels, x, y))
+        else:
+            super().paste(img, pixels, x, y)
+
+    def flip(self, img, axis):
+        if not isinstance(img, DrawnImage):
+            return super().flip(img, axis)
+        img.flips[axis] = True
+        return img
+
+    def pixels(self, img):
+        """The place [h x w x 3] of the sample, with what the recipe needs in it."""
+        place = self.new_image(img.shape, np.uint8)
+        if not (isinstance(img, DrawnImage) and img.write(self.recipe, place, self.offsets)):
+            place[:] = img
+            HEADER.pack_into(self.recipe, 0, 0, 0, 0, 0, 0, place.size, 0, 1, 1, 1, 1)
+        return place
+
+
+class Letterbox(Mosaic):
+    """A canvas [height x width] with the image `tile` on it."""
+
+    def __init__(self, dataset, tile, height, width):
+        super().__init__(dataset, [tile])
+        self.shape = height, width, 3
+
+    def painted(self, visible_area):
+        """All of it [height x width x 3]."""
+        canvas = np.empty(self.shape, np.uint8)
+        self.paint(canvas, 0, 0)
+        return canvas
+
+
+class DrawnImage:
+    """An image [h x w x 3: BGR] of which only the draws are there; NumPy takes it for that image.
+
+    `layers` are (canvas, Affine or None), the second one with mixup; then come colours, objects and flips.
+    """
+
+    def __init__(self, canvas, affine=None):
+        self.shape = (affine.height, affine.width, 3) if affine else canvas.shape
+        self.layers, self.ratio, self.colours, self.objects, self.flips = [(canvas, affine)], 1.0, None, [], [False] * 2
+
+    def __array__(self, dtype=None, copy=None):
+        """The image, made by the steps of the reference."""
+        images = [
+            affine.image(canvas.painted(affine.source_area())) if affine else canvas.painted(None)
+            for canvas, affine in self.layers
+        ]
+        img = blended(*images, self.ratio) if len(images) == 2 else images[0]
+        if self.colours:
+            self.colours.apply(img)
+        for pixels, x, y in self.objects:
+            paste_visible(img, pixels, x, y)
+        for axis in (0, 1):
+            img = cv2.flip(img, axis) if self.flips[axis] else img
+        return img
+
+    def write(self, recipe, place, offsets):
+        """Write the `recipe`, and the objects to `place` [h x w x 3]; False if they need more room than that.
+
+        `offsets` [n] are those of the ImageStore.
+        """
+        used = self._write_objects(place.reshape(-1))
+        if used is None:
+            return False
+        HEADER.pack_into(
+            recipe, 0, len(self.layers), self.colours is not None, *self.flips, len(self.objects), used, 0,
+            *(self.colours or (1.0, 1.0, 1.0)), self.ratio,
+        )  # fmt: skip
+        for number, (canvas, affine) in enumerate(self.layers):
+            write_layer(recipe, HEADER.size + number * LAYER_BYTES, canvas, affine, offsets)
+        return True
+
+    def _write_objects(self, place):
+        """Bytes of `place` [bytes] that the objects take; None if that are more than there are."""
+        end = 0
+        for pixels, x, y in self.objects:
+            start, size = end + OBJECT.size, pixels.size
+            end = -(-(start + size) // ALIGNMENT) * ALIGNMENT
+            if end > len(place):
+                return None
+            OBJECT.pack_into(place, start - OBJECT.size, x, y, *pixels.shape[1::-1])
+            place[start : start + size] = pixels.ravel()
+        return end
+
+
+def write_layer(recipe, position, canvas, affine, offsets):
+    """Write LAYER and the tiles at byte `position` of the `recipe`."""
+    left, top = canvas.window or (0, 0)
+    height, width, _ = canvas.shape
+    first = position + LAYER.size
+    end = first
+    for image, x, y, w, h in canvas.tiles:
+        x, y = x - left, y - top
+        x1, y1, x2, y2 = max(x, 0), max(y, 0), min(x + w, width), min(y + h, height)
+        if x1 < x2 and y1 < y2:
+            TILE.pack_into(recipe, end, offsets.item(image) - 3 * (y * w + x), w, x1, y1, x2, y2, 0)
+            end += TILE.size
+    back = cv2.invertAffineTransform(affine.matrix[:2]).ravel().tolist() if affine else UNMOVED
+    LAYER.pack_into(recipe, position, *back, (end - first) // TILE.size, 0)
