@@ -30,6 +30,7 @@ STATUSES = ("completed", "eliminated", "failed")
 EMPTY = '""'  # an empty text in the table
 # In the folder of a trial, beside its checkpoints, which continue only what they belong to: its overrides.
 PARAMETERS = "weights/trial.json"
+csv.field_size_limit(1 << 30)  # what this writes it reads again: an override may be longer than the default, 131072
 
 
 @dataclass
