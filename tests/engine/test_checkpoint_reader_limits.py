@@ -10,6 +10,7 @@ import torch
 
 from models.experimental import attempt_load
 from tests.engine.hostile_checkpoints import HOSTILE, ODD
+from tests.engine.pickle_code import archive, dictionary, tensor
 from tests.tiny_model import tiny_model
 from utils.engine.checkpoint_reader import read_checkpoint
 
@@ -152,3 +153,9 @@ def test_a_small_file_of_a_model_that_fills_the_memory_is_refused(change, tmp_pa
     torch.save({"model": model}, tmp_path / "large.pt")
     said = within_limits(attempt_load, str(tmp_path / "large.pt"))
     assert isinstance(said, str) and "large.pt" in said and "allocate" not in said, said
+
+
+def test_two_pickles_in_one_archive(tmp_path):
+    (tmp_path / "a.pt").write_bytes(archive(dictionary(w=tensor([1], [1])), more=[("b/data.pkl", b"\x80\x02}.")]))
+    with pytest.raises(ValueError, match="its archive holds 2 files called data.pkl, as if it had been unpacked"):
+        read_checkpoint(tmp_path / "a.pt")

@@ -254,7 +254,7 @@ def test_each_process_takes_its_gpu(gpus):
         select_device("", 8, Ranks(2, 2, 4))
 
 
-@pytest.mark.parametrize("text", ["tpu", "0,", "-1", "cuda:x", "0;1"])
+@pytest.mark.parametrize("text", ["tpu", "0,", "-1", "cuda:x", "0;1", "²", "0,٣"])
 def test_unknown_devices(text, gpus):
     gpus(1)
     with pytest.raises(ValueError, match="--device .* is unknown: give cpu, 0, or a list like 0,1"):

@@ -14,7 +14,7 @@ from utils.config.flags import TRAIN_FLAGS
 from utils.config.options import check_ranges, explicit_options, train_parser
 from utils.run.entry import refuse
 from utils.system.distributed import check_device
-from utils.system.files import check_can_be_made, check_file, printable
+from utils.system.files import check_can_be_made, check_file, printable, shown
 from utils.system.folder_lock import own
 from utils.system.streams import keep_streams
 
@@ -88,6 +88,8 @@ def check_run(words, where, check):
         check_device(options.device)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
+    except OSError as error:  # such as a name that is too long
+        raise ValueError(f"{where}: {shown(error.filename)}: {error.strerror}") from error
 
 
 def check_shared(words, where):
@@ -136,7 +138,9 @@ def override(words, overrides):
         options[dest] = value
     words = []
     for dest, value in options.items():
-        if value is not None and value is not False:
+        if isinstance(value, str) and value.startswith("-"):  # argparse takes it for an option otherwise
+            words.append(f"{TRAIN_FLAGS[dest].name}={value}")
+        elif value is not None and value is not False:
             words.append(TRAIN_FLAGS[dest].name)
             words += [] if value is True else map(str, value if isinstance(value, (list, tuple)) else [value])
     return words

@@ -19,6 +19,7 @@ from utils.system.files import check_file, read_json, shown
 
 # What a trial may not set, because the run folders belong to the trials.
 RESERVED = {*command_line.OF_THE_TOOL, "hyp"}
+MAX_TEXT = 1 << 14  # characters of an override
 HYP = "trial_hyp.yaml"  # in the folder of a trial: its hyper-parameters
 
 
@@ -89,9 +90,9 @@ def override_value(name, value, where):
 
 
 def _can_be_typed(text):
-    """JSON can write half a character, and the character 0, that no process can be started with."""
+    """JSON can write half a character, the character 0, and more text than any process can be started with."""
     try:
-        return b"\0" not in os.fsencode(text)
+        return b"\0" not in os.fsencode(text) and len(text) < MAX_TEXT
     except UnicodeEncodeError:
         return False
 

@@ -31,6 +31,7 @@ LONGEST_LABEL = 60  # letters of a trial in the plot
 EMPTY = '""'  # an empty text in the table
 # In the folder of a trial, beside its checkpoints, which continue only what they belong to: its overrides.
 PARAMETERS = "weights/trial.json"
+csv.field_size_limit(1 << 30)  # what this writes it reads again: an override may be longer than the default, 131072
 
 
 @dataclass

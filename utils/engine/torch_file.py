@@ -50,7 +50,10 @@ def load(file, size):
 def _load_archive(file, size):
     archive = open_archive(file)
     found = {member.filename: member for member in archive.infolist()}
-    (root,) = [name.removesuffix("data.pkl") for name in found if name.endswith("data.pkl") and name.count("/") < 2]
+    roots = [name.removesuffix("data.pkl") for name in found if name.endswith("data.pkl") and name.count("/") < 2]
+    if len(roots) > 1:
+        raise ValueError(f"its archive holds {len(roots)} files called data.pkl, {REPACKED}")
+    root = roots[0]
     inside = {name.removeprefix(root): member for name, member in found.items() if name.startswith(root)}
     if root == "" or not all(_is_plain(member) for member in found.values()):
         raise ValueError(f"its archive is compressed or has no folder, {REPACKED}")

@@ -20,7 +20,7 @@ from utils.engine.checkpoint_reader import full_state_path, read_checkpoint
 from utils.run import restarts
 from utils.run.entry import NothingToDo
 from utils.system.distributed import Ranks
-from utils.system.files import check_can_be_made, check_file, increment_path, remove_leftovers
+from utils.system.files import check_can_be_made, check_file, increment_path, printable, remove_leftovers
 from utils.system.folder_lock import check_free, own
 from utils.system.rendezvous import text_of_rank_zero
 
@@ -166,7 +166,8 @@ def _folder_of_paths(started, run, data):
         if (Path(folder) / data).is_file() and os.path.isdir(folder):
             return Path(folder)
     if known and not Path(data).is_absolute():
-        raise ValueError(f"{run / 'opt.yaml'}: {os.path.join(known, data)} does not exist; put it back, or correct "
+        wanted = printable(os.path.join(known, data))
+        raise ValueError(f"{run / 'opt.yaml'}: {wanted} does not exist; put it back, or correct "
                          "data or working_dir in that file")  # fmt: skip
     return None
 

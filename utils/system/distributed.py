@@ -3,6 +3,7 @@
 import logging
 import os
 import random
+import re
 import shutil
 import time
 import warnings
@@ -190,7 +191,7 @@ def check_device(device):
 def _device_name(device):
     """What `device` names: '' (the best there is), 'cpu', or numbers of GPUs as '0,1'; ValueError for anything else."""
     name = str(device).strip().lower().replace("cuda:", "").replace("cuda", "")
-    if name not in ("", "cpu") and not all(part.strip().isdigit() for part in name.split(",")):
+    if name not in ("", "cpu") and not re.fullmatch(r"\s*[0-9]+\s*(,\s*[0-9]+\s*)*", name):
         raise ValueError(f"--device {device!r} is unknown: give cpu, 0, or a list like 0,1")
     return name
 

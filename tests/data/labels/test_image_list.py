@@ -140,6 +140,10 @@ def test_paths_that_lead_nowhere(tmp_path):
         ("images/train/a.jpg", ["labelTxt/a.txt"], "labelTxt/a.txt"),
         ("images/train/a.jpg", ["train/labels/a.txt"], "train/labels/a.txt"),
         ("images/train/a.jpg", ["train/labels/a.txt", "train/images/a.jpg"], ""),
+        ("images/train/a.jpg", ["train/Labels/a.txt"], "train/Labels/a.txt"),
+        ("images/train/a.jpg", ["train/annotations/a.xml"], "train/annotations/a.xml"),
+        ("images/train/a.jpg", ["train_labels/a.txt"], "train_labels/a.txt"),
+        ("img/train/a.jpg", ["train/labels/a.txt"], "train/labels/a.txt"),
         ("images/train/a.jpg", ["other/train/labels/a.txt"], ""),  # too far away
         ("images/train/a.jpg", ["images/labels/a.txt"], "images/labels/a.txt"),
         ("images/train/a.jpg", ["images/train/labels/a.txt"], "images/train/labels/a.txt"),

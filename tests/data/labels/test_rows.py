@@ -175,7 +175,7 @@ def test_rows_that_do_not_fit_kpt_shape(tmp_path):
 
 
 @pytest.mark.parametrize(("number", "flags"), [(1, [0, 1, 2]), (4, [0, 1, 2]), (17, [0, 1, 2]), (2, [2]), (3, [0, 1]),
-                                               (4, [1, 1.0, 2.0])])  # fmt: skip
+                                               (4, [1, 1.0, 2.0]), (3, [-1, 0, 1])])  # fmt: skip
 def test_visibility_tells_keypoints(number, flags, tmp_path):
     are_boxes, polygons, reasons, _ = judged(tmp_path, rows_of(pose(number, flags)))
     assert are_boxes and not polygons
@@ -190,6 +190,8 @@ def test_visibility_tells_keypoints(number, flags, tmp_path):
         (lambda draw: [draw.randint(0, 1), draw.randint(0, 1)], 2),  # difficult, truncated
         (lambda draw: [round(draw.random(), 3), draw.randint(0, 40), 7], 3),
         (lambda draw: [0.5, 0.25, draw.randint(0, 9), 0.1], 4),
+        (lambda draw: [-1, round(draw.random(), 3)], 2),  # no track id
+        (lambda draw: [round(draw.random(), 3), draw.choice([-1, 0, 1])], 2),
     ],
 )
 def test_whole_numbers_tell_further_columns(behind, columns, tmp_path):
@@ -268,8 +270,9 @@ def test_files_of_several_forms(tmp_path):
     assert reasons == ["sixth column (a confidence) ignored"]
 
 
-def test_a_slip_of_the_pen_makes_no_boxes_of_polygons(tmp_path):
-    texts = rows_of(outline(4)) | {"slip": "0 .1 .1 .3 .1 .3 .3 2 .3\n" + TRIANGLE}
+@pytest.mark.parametrize("slip", [2, -1])
+def test_a_slip_of_the_pen_makes_no_boxes_of_polygons(slip, tmp_path):
+    texts = rows_of(outline(4)) | {"slip": f"0 .1 .1 .3 .1 .3 .3 {slip} .3\n" + TRIANGLE}
     _, polygons, reasons, _ = judged(tmp_path, texts)
     assert polygons == 13 and reasons == ["coordinate more than 1% outside 0..1"]
 

@@ -1,12 +1,14 @@
 """Overrides: what trials.json and a space may say, and the sentence about what they may not."""
 
 import json
+import re
 
 import pytest
 import yaml
 
 from tools.experiments import overrides
 from tools.experiments.overrides import Budget, override_value, trial_options
+from utils.config.options import train_parser
 
 CFG = "cfg/training/yolov7-tiny.yaml"
 
@@ -202,3 +204,19 @@ def test_dimensions_of_options(tmp_path, line, message):
     path.write_text(line + "\n")
     with pytest.raises(ValueError, match=f"space.yaml.*{message}"):
         overrides.read_space(path)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ({"data": "--adam"}, "--adam does not exist"),
+        ({"device": "-x"}, "--device '-x' is unknown"),
+        ({"weights": "-1.pt"}, "--weights -1.pt does not exist"),
+        ({"data": "x" * 300}, "'"),
+    ],
+)
+def test_text_that_looks_like_an_option_or_is_too_long_costs_one_trial(override, said):
+    with pytest.raises(ValueError, match=f"^trial 3: {re.escape(said)}"):
+        trial_options(["--cfg", CFG], override, Budget(), "trial 3")
+    words, _ = trial_options(["--cfg", CFG], {"entity": "--adam"}, Budget())
+    assert not train_parser().parse_args(words).adam and train_parser().parse_args(words).entity == "--adam"

@@ -219,7 +219,7 @@ def test_two_series_in_one_table_are_refused(series, tmp_path):
 
 
 def test_text_that_no_process_can_be_given_fails_one_trial(series):
-    for text in ("\ud800", "a\0b"):
+    for text in ("\ud800", "a\0b", "x" * 200_000):
         asked = [{"entity": text}, {"hyp.lr0": 0.1}]
         table = series(asked, "--fresh")
         assert [row["status"] for row in rows_of(table)] == ["failed", "completed"]

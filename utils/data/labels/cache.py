@@ -19,7 +19,7 @@ from utils.system.files import atomic_write, printable, remove_leftovers
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 5  # raise it whenever the content of the archive or the rules of the scan change
+FORMAT_VERSION = 6  # raise it whenever the content of the archive or the rules of the scan change
 ABSENT = (-1, -1, -1)
 
 

@@ -1,6 +1,7 @@
 """From a path entry of the data yaml to the sorted list of images, and from images to their label files."""
 
 import os
+import re
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +20,7 @@ OTHER_IMAGE_SUFFIXES = (
 )  # fmt: skip
 NOT_SUPPORTED = "image suffix not supported"
 LABEL_SUFFIXES = ("txt", "txt.txt", "xml", "json", "csv")  # of files that may be the labels of an image of that name
+FOR_LABELS = re.compile("^(label|annotation)|(label|annotation)s?$")  # folders, in lower case
 MAX_ABOVE = 3  # folders above an image in which one for labels is looked for
 
 
@@ -166,6 +168,10 @@ def labels_next_door(missing):
         except OSError:
             return {}
 
+    def for_labels(folder):
+        """The folders in `folder` that are called after labels, such as Labels, train_labels, annotations."""
+        return [os.path.join(folder, name) for lower, name in names_in(folder).items() if FOR_LABELS.search(lower)]
+
     @cache
     def folders_for(image_folder, label_folder):
         above = os.path.dirname(label_folder)
@@ -174,10 +180,10 @@ def labels_next_door(missing):
         found = [label_folder, image_folder, above, *(os.path.join(above, name) for name in splits)]
         outer, inner = image_folder, []  # the folders between the two, that of all images left out, may be there again
         for _ in range(MAX_ABOVE + 1):
-            names = [name for lower, name in names_in(outer).items() if lower.startswith(("label", "annotation"))]
-            found += [os.path.join(outer, name, *below) for name in names for below in (inner[1:], [])]
-            split = [name for name in inner if name != "images"]
-            found += [os.path.join(outer, "labels", *split), os.path.join(outer, *split, "labels")]  # train/images too
+            found += [os.path.join(name, *below) for name in for_labels(outer) for below in (inner[1:], [])]
+            for split in ([name for name in inner if name != "images"], inner[1:]):  # train/images and img/train too
+                found.append(os.path.join(outer, "labels", *split))
+                found += for_labels(os.path.join(outer, *split))
             outer, folder = os.path.split(outer)
             if not folder:
                 break

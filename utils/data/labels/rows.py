@@ -89,9 +89,10 @@ class Columns:
     """What the columns behind the box, from number 5 on, have in common in all rows of one length."""
 
     rows: int = 0
-    whole: set = field(default_factory=set)  # columns of whole numbers, none negative
+    whole: set = field(default_factory=set)  # columns of whole numbers
     zero: set = field(default_factory=set)  # those of `whole` with a 0
     above: dict = field(default_factory=lambda: {0: set(), 1: set(), 2: set()})  # with a number above 0, 1 and 2
+    negative: set = field(default_factory=set)  # with a number below 0, such as -1 where a track has no id
     no_box: int = 0  # rows that begin with a flat box, or with one that leaves the image, as outlines may
 
     def add(self, numbers):
@@ -108,8 +109,9 @@ class Columns:
             self.whole = set(range(5, len(numbers)))
         if not self.whole:  # as after the first polygon
             return
-        self.whole = {c for c in self.whole if numbers[c].is_integer() and numbers[c] >= 0}
+        self.whole = {c for c in self.whole if numbers[c].is_integer()}
         self.zero.update(c for c in self.whole if numbers[c] == 0)
+        self.negative.update(c for c in self.whole if numbers[c] < 0)
         for limit, columns in self.above.items():
             columns.update(c for c in self.whole if numbers[c] > limit)
 
@@ -120,16 +122,17 @@ class Columns:
         self.rows += other.rows
         self.no_box += other.no_box
         self.zero |= other.zero
+        self.negative |= other.negative
         for limit, columns in self.above.items():
             columns |= other.above[limit]
 
     def behind_a_box(self, length):
         """What these rows have behind a box, in words, where they cannot be polygons; else nothing.
 
-        No coordinate is 2, and a polygon has no odd count of coordinates. Outlines may all touch one border (a column
-        of nothing but 1), even have all corners in those of the image; then they do not begin with a box inside it.
+        No coordinate is 2 or -1, and a polygon has no odd count of coordinates. Outlines may all touch one border (a
+        column of nothing but 1), even have all corners in those of the image; then they do not begin with a box in it.
         """
-        large, is_odd = self.whole & self.above[1], length % 2 == 0
+        large, is_odd = self.whole & (self.above[1] | self.negative), length % 2 == 0
         flags = set(range(7, length, 3)) if length % 3 == 2 else set()
         are_boxes = self.rows >= MANY_ROWS and self.no_box * 10 <= self.rows
         if flags and flags <= self.whole and not flags & self.above[2] and (is_odd or flags & large or are_boxes):
