@@ -253,6 +253,11 @@ def cores(monkeypatch):
     return simulate
 
 
+def said(caplog):
+    """All messages, without the breaks of their lines."""
+    return " ".join(" ".join(caplog.messages).split())
+
+
 def test_images_on_the_gpu_are_asked_for(kernels, caplog):
     caplog.set_level("INFO")
     paths = choose("--cache-images", "gpu", *STEP, "--fast-val")
@@ -260,7 +265,7 @@ def test_images_on_the_gpu_are_asked_for(kernels, caplog):
     LoaderOptions(**paths.loader)
     assert store.func is open_images and store.keywords == {"device": torch.device("cuda"), "is_asked": True}
     assert paths.kept.func is keep and paths.kept.keywords == {"device": torch.device("cuda")}
-    assert "loader        | images beside the model, if they fit (data/gpu) | --cache-images gpu" in caplog.text
+    assert "loader | images beside the model, if they fit (data/gpu) | --cache-images gpu" in said(caplog)
     assert choose("--cache-images", "gpu", *STEP).kept is None
     for other in (("--cache-images", "ram"), ("--cache-images", "disk"), ("--cache-images",), ()):
         assert "compose" not in choose(*other, *STEP).loader
@@ -294,7 +299,7 @@ def test_fast_looks_at_the_cores(count, processes, flags, is_chosen, kernels, co
     assert ("compose" in paths.loader) == is_chosen and paths.kept is None
     if is_chosen:
         assert paths.loader["compose"].keywords["is_asked"] is False
-        assert "| --fast, on 8 cores a GPU: if they are too few" in caplog.text
+        assert "| --fast, on 8 cores a GPU: if they are too few" in said(caplog)
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
