@@ -202,9 +202,9 @@ def test_runs_compiled_and_after_a_failure(tmp_path, monkeypatch, caplog):
 def test_compile_time_is_not_the_epochs(tmp_path):
     report = RunReport(tmp_path, 1, ["a"], images=False, tensorboard=False)
     batches = report.epoch(0, range(2), 2)
-    began, bar_began = report.started, batches.start_t
+    began, bar_began = report.clock.started, batches.start_t
     report.exclude(3.5)
-    assert report.started == began + 3.5 and batches.start_t == bar_began + 3.5
+    assert report.clock.started == began + 3.5 and batches.start_t == bar_began + 3.5
     NullReport().exclude(3.5)
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -25,8 +26,7 @@ FLAGS = ("--fast-step", "--fast-loss", "--worker-tensor", "--fast-val", "--worke
 MANY = 10**12
 
 
-@pytest.fixture
-def card(monkeypatch):
+def simulated_card(monkeypatch):
     """Call it with the bytes that the card and the host have; a run then takes the CPU for a card."""
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     for name in ("why_no_images", "why_not_kept"):
@@ -40,6 +40,11 @@ def card(monkeypatch):
         return asked
 
     return simulate
+
+
+@pytest.fixture
+def card(monkeypatch):
+    return simulated_card(monkeypatch)
 
 
 @pytest.fixture
@@ -181,21 +186,20 @@ def test_runs_whose_batches_are_composed():
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
-def test_two_processes_share_the_images(card, tmp_path, monkeypatch):
+def train_both_ways(line, rank):
+    with pytest.MonkeyPatch.context() as patch, small_run.drawing(pictures=False), small_run.group_kept():
+        asked = simulated_card(patch)(0)
+        for name, more in (("files", ()), ("gpu", ("--cache-images", "gpu"))):
+            train.main(train.train_parser().parse_args([*line, "--name", name, *more]))
+    small, _, large = asked.locked  # second: the batches of its share of the validation
+    assert large == 4 * small == 10 * 3 * 64**2
+
+
+def test_two_processes_share_the_images(tmp_path):
     """One copy in the host's memory for both, also after the size has changed."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # a forked process has no CUDA
-    asked = card(0)
     flags = ("--batch-size", "4", "--seed", "3", "--resize-schedule", "0:32,1:64", "--workers", "1", "--fast")
     line = small_run.arguments(tmp_path, *flags, num_images=10)
-
-    def train_both_ways(rank):
-        with small_run.drawing(pictures=False), small_run.group_kept():
-            for name, more in (("files", ()), ("gpu", ("--cache-images", "gpu"))):
-                train.main(train.train_parser().parse_args([*line, "--name", name, *more]))
-        small, _, large = asked.locked  # second: the batches of its share of the validation
-        assert large == 4 * small == 10 * 3 * 64**2
-
-    ended = run_ranks(train_both_ways, tmp_path)
+    ended = run_ranks(partial(train_both_ways, line), tmp_path)
     assert [end.status for end in ended] == [0, 0], ended[0].text + ended[1].text
     plain, other = (results_of(tmp_path / "runs" / name) for name in ("files", "gpu"))
     assert plain == other

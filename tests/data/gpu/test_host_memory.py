@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -36,74 +37,79 @@ def test_forked_workers_see_what_is_written():
     assert not memory.bytes.any()
 
 
+def use_one_copy(rank):
+    memory = HostMemory(50_000, is_shared=True)
+    memory.bytes[rank::2] = 7 + rank
+    assert host_memory.machine_mates() == [0, 1]
+    assert memory.bytes[:4].tolist() == [7, 8, 7, 8]
+
+
 def test_two_processes_share_one_copy(tmp_path):
     before = in_shared_memory()
-
-    def body(rank):
-        memory = HostMemory(50_000, is_shared=True)
-        memory.bytes[rank::2] = 7 + rank
-        assert host_memory.machine_mates() == [0, 1]
-        assert memory.bytes[:4].tolist() == [7, 8, 7, 8]
-
-    assert [ended.status for ended in run_ranks(body, tmp_path)] == [0, 0]
+    assert [ended.status for ended in run_ranks(use_one_copy, tmp_path)] == [0, 0]
     assert in_shared_memory() == before
 
 
-def test_a_copy_that_cannot_be_shared_is_known_to_all(tmp_path):
-    def body(rank):
-        def refuse(*_):
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+def fail_to_share(rank):
+    def refuse(*_):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
+    with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
-            os.memfd_create = refuse
+            patch.setattr(os, "memfd_create", refuse)
         with pytest.raises(OSError, match="Too many open files"):
             HostMemory(50_000, is_shared=True)
 
-    assert [ended.status for ended in run_ranks(body, tmp_path)] == [0, 0]
+
+def test_a_copy_that_cannot_be_shared_is_known_to_all(tmp_path):
+    assert [ended.status for ended in run_ranks(fail_to_share, tmp_path)] == [0, 0]
 
 
-@pytest.mark.parametrize("where", ["card", "card and host", "host"])
-def test_two_processes_share_the_decoding(where, tmp_path, monkeypatch):
-    folder = golden_data.copy_dataset(tmp_path)
-    simulate(monkeypatch, on_card=0 if where == "host" else 10**12)
-    monkeypatch.setattr(filling, "PIECE_BYTES", 30_000)
-    monkeypatch.setattr(placing, "workers_read", lambda dataset: where != "card")
+def share_the_decoding(where, folder, rank):
     read, decode = [], filling.load_scanned
-    monkeypatch.setattr(filling, "load_scanned", lambda *args: (read.append(args[1]), decode(*args))[1])
-    open_set(folder)  # the label cache
-
-    def body(rank):
+    with pytest.MonkeyPatch.context() as patch:
+        simulate(patch, on_card=0 if where == "host" else 10**12)
+        patch.setattr(filling, "PIECE_BYTES", 30_000)
+        patch.setattr(placing, "workers_read", lambda dataset: where != "card")
+        patch.setattr(filling, "load_scanned", lambda *args: (read.append(args[1]), decode(*args))[1])
         dataset = open_set(folder)
         store = placing.open_store(dataset, CPU, None, is_shared=True)[0]
         assert 0 < len(read) < 12 and (store.host is None) == (where == "card")
         assert_holds(store, dataset, folder)
         store.close()
 
-    assert [ended.status for ended in run_ranks(body, tmp_path)] == [0, 0]
 
-
-def test_processes_agree_on_the_place(tmp_path, monkeypatch):
-    """The card of one has no room, the other one's gets full while it reads."""
+@pytest.mark.parametrize("where", ["card", "card and host", "host"])
+def test_two_processes_share_the_decoding(where, tmp_path):
     folder = golden_data.copy_dataset(tmp_path)
-    monkeypatch.setattr(filling, "PIECE_BYTES", 30_000)
-    open_set(folder)
+    open_set(folder)  # the label cache
+    ended = run_ranks(partial(share_the_decoding, where, folder), tmp_path)
+    assert [end.status for end in ended] == [0, 0], ended[0].text + ended[1].text
 
-    def body(rank):
-        simulate(monkeypatch, on_card=0 if rank else 10**12)
+
+def agree_on_the_place(folder, rank):
+    """The card of one has no room, the other one's gets full while it reads."""
+
+    def full(*_):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(filling, "PIECE_BYTES", 30_000)
+        simulate(patch, on_card=0 if rank else 10**12)
         assert placing.open_store(open_set(folder), CPU, None, is_shared=True)[0].host is not None
-        simulate(monkeypatch)
-
-        def full(*_):
-            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-
+        simulate(patch)
         if rank:
-            monkeypatch.setattr(filling.Filler, "_staging", full)
-        store = placing.open_store(open_set(folder), CPU, None, is_shared=True)[0]
-        assert store.host is not None
-        simulate(monkeypatch, on_card=0, refusal="refused" if rank else None)
+            patch.setattr(filling.Filler, "_staging", full)
+        assert placing.open_store(open_set(folder), CPU, None, is_shared=True)[0].host is not None
+        simulate(patch, on_card=0, refusal="refused" if rank else None)
         assert placing.open_store(open_set(folder), CPU, None, is_shared=True)[0] is None
 
-    assert [ended.status for ended in run_ranks(body, tmp_path)] == [0, 0]
+
+def test_processes_agree_on_the_place(tmp_path):
+    folder = golden_data.copy_dataset(tmp_path)
+    open_set(folder)
+    ended = run_ranks(partial(agree_on_the_place, folder), tmp_path)
+    assert [end.status for end in ended] == [0, 0], ended[0].text + ended[1].text
 
 
 READING = """
