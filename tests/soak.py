@@ -53,7 +53,10 @@ def _of_one(process):
     """Memory of its own in MB, open files, threads.
 
     Pages of files do not count: whether a process has those of a library for itself depends on what else is running.
+    A process that has ended, and that nobody has waited for, has nothing but its entry.
     """
+    if process.status() == psutil.STATUS_ZOMBIE:
+        return 0.0, 0, 0
     rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
     own = int(rollup.split("Private_Dirty:")[1].split()[0]) * 1024
     return own / 1e6, process.num_fds(), process.num_threads()
