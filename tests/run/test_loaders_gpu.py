@@ -2,25 +2,20 @@
 
 import logging
 import multiprocessing
-import os
-import subprocess
-import sys
 import threading
 from functools import partial
-from importlib.util import find_spec
 
 import pytest
 import torch
 
 import train
-from tests import small_run
+from tests import small_run, triton_cases
 from tests.data.gpu import store_cases
 from tests.rank_cases import run_ranks
 from tests.test_train import results_of
 from utils.data.gpu import kept_batches, placing
 from utils.data.gpu.kept_batches import KeptBatches
 from utils.run import auto_batch, fast_paths
-from utils.system.files import PROJECT_ROOT
 
 FLAGS = ("--fast-step", "--fast-loss", "--worker-tensor", "--fast-val", "--workers", "2", "--seed", "3")
 MANY = 10**12
@@ -177,13 +172,9 @@ def test_a_card_that_is_full_in_training_names_the_images(card, tmp_path, monkey
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@triton_cases.needs_triton
 def test_runs_whose_batches_are_composed():
-    interpreted = "0" if torch.cuda.is_available() else "1"
-    environment = {**os.environ, "TRITON_INTERPRET": interpreted, "OMP_NUM_THREADS": "1"}
-    cases = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/run/composed_run_cases.py"]
-    done = subprocess.run(cases, cwd=PROJECT_ROOT, env=environment, capture_output=True, text=True, timeout=580)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    triton_cases.run("tests/run/composed_run_cases.py", timeout=580)
 
 
 def train_both_ways(line, rank):

@@ -1,25 +1,17 @@
 """Composing by the kernel: see composing_cases.py."""
 
 import os
-import subprocess
-import sys
-from importlib.util import find_spec
 
 import pytest
-import torch
 
+from tests import triton_cases
 from tests.data.gpu.configurations import ON_THE_HOST, dataset_of
 from utils.data.gpu.compose import open_composing, why_not_composed
-from utils.system.files import PROJECT_ROOT
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@triton_cases.needs_triton
 def test_batches_composed_by_the_kernel():
-    interpreted = "0" if torch.cuda.is_available() else "1"
-    environment = {**os.environ, "TRITON_INTERPRET": interpreted, "OMP_NUM_THREADS": "1"}
-    cases = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/data/gpu/composing_cases.py"]
-    done = subprocess.run(cases, cwd=PROJECT_ROOT, env=environment, capture_output=True, text=True, timeout=580)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    triton_cases.run("tests/data/gpu/composing_cases.py", timeout=580)
 
 
 def test_what_no_kernel_makes(folder):
