@@ -7,7 +7,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import nullcontext
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -153,6 +153,24 @@ def test_kernels_are_ordered_and_not_run(monkeypatch):
     assert sorted(done) == ["a", "b"] and len(kernels) == 3 and jit.JITFunction.run is run and mode.get() is None
     with pytest.raises(ZeroDivisionError):
         bad.result()
+
+
+def test_each_kernel_keeps_its_own_launcher(monkeypatch):
+    """Python writes a file that it has loaded before into the module of that name, whosever it is by now."""
+    pytest.importorskip("triton.runtime._async_compile")
+    from triton.runtime import build
+
+    shared = ModuleType("__triton_launcher")
+
+    def load(name, path):
+        shared.launch = path
+        return shared
+
+    monkeypatch.setattr(build, "_load_module_from_path", load)
+    with start.compiled_in_threads(torch.device("cpu")):
+        launchers = [build._load_module_from_path("__triton_launcher", path) for path in ("one", "other")]
+    assert [launcher.launch for launcher in launchers] == ["one", "other"]
+    assert build._load_module_from_path is load
 
 
 def test_a_fast_run_does_not_load_the_compiler_of_torch(tmp_path):

@@ -11,9 +11,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
-from threading import Thread
+from threading import Lock, Thread
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -147,9 +148,12 @@ def compiled_in_threads(device: torch.device) -> Iterator[list[Future]]:
     that fails says so where it is used. Where Triton is missing, or is older than 3.5, nothing is different.
     """
     try:
+        from triton.runtime import build
         from triton.runtime._async_compile import AsyncCompileMode, active_mode
         from triton.runtime.jit import JITFunction
-    except ImportError:
+
+        load = build._load_module_from_path
+    except (ImportError, AttributeError):
         yield []
         return
 
@@ -166,11 +170,27 @@ def compiled_in_threads(device: torch.device) -> Iterator[list[Future]]:
         ThreadPoolExecutor(THREADS, "compiling", _enter, (device,)) as pool,
         AsyncCompileMode(_Loading(pool), ignore_errors=True) as mode,
     ):
-        JITFunction.run = order
+        JITFunction.run, build._load_module_from_path = order, _loaded_alone(load)
         try:
             yield mode.raw_futures
         finally:
-            JITFunction.run = run
+            wait(mode.raw_futures)
+            JITFunction.run, build._load_module_from_path = run, load
+
+
+def _loaded_alone(load):
+    """`load(name, path)` of a module of C for threads: one at a time, and each gets functions of its own.
+
+    Triton up to 3.6 has a launcher for each kind of arguments, and one module name for all. What was loaded before,
+    Python writes into the module that has the name now: another thread would take a launcher for other arguments.
+    """
+    lock = Lock()
+
+    def load_alone(name, path):
+        with lock:
+            return SimpleNamespace(**vars(load(name, path)))
+
+    return load_alone
 
 
 def _enter(device):
