@@ -32,8 +32,10 @@ class DetectionLayer(nn.Module):
 
     def forward(self, x):
         maps = self._maps(x)
-        if self.training or self.export:
-            return maps + self._auxiliary(x)
+        return maps + self._auxiliary(x) if self.training or self.export else self.eval_output(maps)
+
+    def eval_output(self, maps):
+        """The eval output, from what `_maps` returned."""
         boxes = self._boxes(maps)
         if self.end2end:
             return boxes

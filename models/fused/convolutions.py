@@ -16,7 +16,7 @@ class Branch:
     def forward(self, tape, x):
         """Returns what the gradient needs."""
         places = tape.places(self.target, x)
-        saved = kernels.norm_activation(x, self.norm, *self.activation, places[:2])
+        saved = kernels.norm_activation(x, self.norm, *self.activation, places[:2], tape.statistics.get(self.norm))
         spread(places)
         return saved
 
@@ -89,7 +89,8 @@ class Stem(PlanOperation):
     def forward(self, tape):
         images = tape.values[self.sources[0]]
         places = tape.places(self.targets[0], images, stem.output_size(images, self.conv, self.block))
-        found = stem.forward(images, self.conv, self.norm, *self.activation, self.block, tape.dtype, places[:2])
+        known = tape.statistics.get(self.norm)
+        found = stem.forward(images, self.conv, self.norm, *self.activation, self.block, tape.dtype, places[:2], known)
         spread(places)
         if self in tape.needed:
             tape.kept[self] = found

@@ -291,19 +291,38 @@ def of_two(places):
     return [places[0], places[-1]], [strides[0], strides[-1]], len(places)
 
 
-def norm_activation(x, norm, kind, slope, places):
+def norm_activation(x, norm, kind, slope, places, known=None):
     """Write activation(norm(x)), with the statistics of the batch, to one or two `places`; moves the running ones.
 
     x and the places [b x c x h x w], `norm` an nn.BatchNorm2d, `slope` that of LeakyReLU. Returns what the gradient
-    needs: float32 [4 x c].
+    needs: float32 [4 x c]. That, if `known`, takes the place of the batch's (see `running_statistics`).
     """
     x, x_stride = by_pixels(x)
-    tiles = tiles_of(x)
-    partial = x.new_empty((tiles.sums[0], 2, x.shape[1]), dtype=torch.float32)
-    _sum_kernel[tiles.sums](x, norm.running_mean, partial, *tiles.sizes, x_stride, tiles.pixels_each, **tiles.sum_tile)
-    saved = finish_statistics(partial, norm, tiles.sizes[0])
+    saved = known
+    if saved is None:
+        tiles = tiles_of(x)
+        partial = x.new_empty((tiles.sums[0], 2, x.shape[1]), dtype=torch.float32)
+        _sum_kernel[tiles.sums](
+            x, norm.running_mean, partial, *tiles.sizes, x_stride, tiles.pixels_each, **tiles.sum_tile
+        )
+        saved = finish_statistics(partial, norm, tiles.sizes[0])
     apply(x, saved, kind, slope, places)
     return saved
+
+
+def running_statistics(norms):
+    """For each of the nn.BatchNorm2d `norms` what `finish_statistics` returns, from its running mean and variance."""
+    sizes = [norm.num_features for norm in norms]
+    mean, var, weight, bias = (
+        torch.cat([getattr(norm, name).detach() for norm in norms]).float()
+        for name in ("running_mean", "running_var", "weight", "bias")
+    )
+    eps = torch.tensor([norm.eps for norm in norms]).repeat_interleave(torch.tensor(sizes)).to(mean)
+    inverse = (var + eps).rsqrt()
+    scale = weight * inverse
+    rows = zip(*(row.split(sizes) for row in (mean, inverse, scale, bias - mean * scale)), strict=True)
+    flat = torch.cat([part for parts in rows for part in parts])
+    return [part.view(4, -1) for part in flat.split([4 * size for size in sizes])]
 
 
 def finish_statistics(partial, norm, num_pixels):

@@ -1,4 +1,4 @@
-"""The form of a model that trains fastest on a GPU: the same parameters and buffers, planned operations.
+"""The form of a model that trains and validates fastest on a GPU: the same parameters and buffers, planned operations.
 
 In training the whole network is one operation of autograd. The layers are translated once into operations that write
 each result where it is read and add the pieces of a gradient where they read it (plan.py, operations.py,
@@ -27,21 +27,29 @@ logger = logging.getLogger(__name__)
 
 
 def fused_model(model):
-    """A module over the parameters and buffers of `model` (a Model) that computes what it does in training.
+    """A module over the parameters and buffers of `model` (a Model) that computes what it does.
 
     Its maps are views [b x na x ny x nx x no] that are not contiguous. With a detection layer of another kind it is the
     model itself.
     """
-    if type(model.model[-1]) not in HEADS:
+    fused = quietly_fused(model)
+    if fused is model:
         logger.warning("forward: not fused, there are no operations for %s", type(model.model[-1]).__name__)
-        return model
-    fused = FusedModel(model)
-    logger.info("forward: %s", fused.summary())
+    else:
+        logger.info("forward: %s", fused.summary())
     return fused
 
 
+def quietly_fused(model):
+    """`fused_model` without a word in the log."""
+    return FusedModel(model) if type(model.model[-1]) in HEADS else model
+
+
 class FusedModel(nn.Module):
-    """Runs `model` by a Plan in training, and as it is otherwise. Images may be bytes."""
+    """Runs `model` by a Plan, but where images need a gradient, or some norms train and others do not.
+
+    Images may be bytes.
+    """
 
     takes_bytes = True
 
@@ -51,13 +59,22 @@ class FusedModel(nn.Module):
         self.plan = Plan(model)
 
     def forward(self, images):
-        """The maps of the detection layer for images [b x ch x h x w], 0..1 (bytes: 0..255)."""
-        plan, device = self.plan, images.device.type
-        if not self.training or images.requires_grad or not all(norm.training for norm in plan.norms):
+        """The output of the detection layer for images [b x ch x h x w], 0..1 (bytes: 0..255)."""
+        plan, device, head = self.plan, images.device.type, self.model.model[-1]
+        if images.requires_grad or head.export or any(norm.training is not self.training for norm in plan.norms):
             return self.model(images if images.is_floating_point() else images / 255)
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
-        maps = iter(PlannedNetwork.apply(plan, dtype, images, *plan.parameters))
-        return [[next(maps) for _ in entry] if isinstance(entry, list) else next(maps) for entry in plan.outputs]
+        dtype = plan.parameters[0].dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        if self.training:
+            return self._nested(PlannedNetwork.apply(plan, dtype, images, *plan.parameters))
+        maps = self._nested(plan.evaluate(images, dtype))
+        return head.eval_output(maps[: head.nl] if isinstance(maps[0], torch.Tensor) else maps)
+
+    def _nested(self, maps):
+        """Maps in a row as those of the detection layer: lists of several heads."""
+        maps = iter(maps)
+        return [[next(maps) for _ in entry] if isinstance(entry, list) else next(maps) for entry in self.plan.outputs]
 
     def summary(self):
         """How many layers run by which code, in words."""

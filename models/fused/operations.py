@@ -42,6 +42,7 @@ class Tape:
     dtype: torch.dtype
     weights: dict  # operation -> weight of its convolution in `dtype`
     needed: set  # the Values and operations that get a gradient
+    statistics: dict = field(default_factory=dict)  # norm -> what takes the place of the batch's, in evaluation
     values: dict = field(default_factory=dict)
     kept: dict = field(default_factory=dict)
     pieces: dict = field(default_factory=dict)
@@ -134,7 +135,7 @@ class Norm(PlanOperation):
     def forward(self, tape):
         x = tape.values[self.sources[0]]
         places = tape.places(self.targets[0], x)
-        saved = kernels.norm_activation(x, self.norm, *self.activation, places[:2])
+        saved = kernels.norm_activation(x, self.norm, *self.activation, places[:2], tape.statistics.get(self.norm))
         spread(places)
         if self in tape.needed:
             tape.kept[self] = x, saved

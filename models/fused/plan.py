@@ -274,6 +274,15 @@ class Plan:
         """(the maps of all HeadOutputs in a row, the Tape for `backward`)."""
         torch._foreach_add_([norm.num_batches_tracked for norm in self.norms], 1)
         tape = Tape(dtype, self.weights.refreshed(dtype), self._needed())
+        return self._maps(images, tape), tape
+
+    @torch.no_grad()
+    def evaluate(self, images, dtype):
+        """The maps of all HeadOutputs in a row, by the running statistics of the norms."""
+        statistics = dict(zip(self.norms, kernels.running_statistics(self.norms), strict=True)) if self.norms else {}
+        return self._maps(images, Tape(dtype, self.weights.refreshed(dtype), set(), statistics))
+
+    def _maps(self, images, tape):
         tape.values[self.images] = images
         maps = {}
         with torch.autocast(images.device.type, enabled=False):
@@ -281,7 +290,7 @@ class Plan:
                 maps[operation] = operation.forward(tape)
                 for value in done:
                     del tape.values[value]
-        return [maps[operation] for operation in self.heads], tape
+        return [maps[operation] for operation in self.heads]
 
     @torch.no_grad()
     def backward(self, tape, gradients):

@@ -161,11 +161,12 @@ def framed_images(images, geometry, dtype):
     return result
 
 
-def forward(images, conv, norm, kind, slope, block, dtype, places):
+def forward(images, conv, norm, kind, slope, block, dtype, places, known=None):
     """Write activation(norm(conv(images))) to one or two `places`; the running statistics move.
 
     Images [n x c x h x w] of any strides, bytes (which become 0..1) or floats; `conv` an nn.Conv2d 3x3 with padding 1,
-    `norm` an nn.BatchNorm2d; `block` 2 with a ReOrg in front, else 1. Returns what `gradient` needs.
+    `norm` an nn.BatchNorm2d; `block` 2 with a ReOrg in front, else 1; `known` as in kernels.norm_activation. Returns
+    what `gradient` needs.
     """
     geometry = Geometry(images, conv, block)
     framed = framed_images(images, geometry, dtype)
@@ -176,7 +177,7 @@ def forward(images, conv, norm, kind, slope, block, dtype, places):
         framed, weight, y, norm.running_mean, partial, geometry.num_pixels, conv.out_channels, geometry.pixels_each,
         *geometry.sizes, **geometry.tile, num_warps=WARPS,
     )  # fmt: skip
-    saved = kernels.finish_statistics(partial, norm, geometry.num_pixels)
+    saved = kernels.finish_statistics(partial, norm, geometry.num_pixels) if known is None else known
     kernels.apply(y, saved, kind, slope, places)
     return geometry, framed, y, saved
 

@@ -42,10 +42,18 @@ class Truth:
 
 
 class FastValidation:
-    """Called once for every validation of a run, always with the same loader."""
+    """Called once for every validation of a run, always with the same loader.
 
-    def __init__(self):
-        self.truths, self.loss = {}, None
+    `fuse` makes of a model the module that is called, which may take images as bytes (`takes_bytes`).
+    """
+
+    def __init__(self, fuse=lambda model: model):
+        self.truths, self.loss, self.fuse = {}, None, fuse
+        self.model = self.network = None
+
+    def fused_by(self, fuse):
+        """A new one with another `fuse`."""
+        return FastValidation(fuse)
 
     @torch.no_grad()
     def __call__(
@@ -58,6 +66,8 @@ class FastValidation:
         if weight.device.type == "cuda":  # `model` is a copy, or was loaded to be scored
             layout = torch.channels_last
             model = model.to(memory_format=layout)
+        if model is not self.model:  # mostly it is one and the same, with new weights
+            self.model, self.network = model, self.fuse(model).eval()
         self.loss = _batched(compute_loss)
         with without_search():
             found, losses = self._pass(model, loader, layout, conf_thres, iou_thres, single_cls)
@@ -69,9 +79,11 @@ class FastValidation:
         weight = next(model.parameters())
         found, losses = Found(weight.device), []
         for index, (images, targets, _, shapes) in enumerate(progress(loader, desc="scoring")):
-            pixels = images.to(weight.device, non_blocking=True).to(weight.dtype, memory_format=layout) / 255
-            predictions, maps = model(pixels)
-            truth = self._truth(index, targets, shapes, pixels, maps)
+            images = images.to(weight.device, non_blocking=True)
+            if not getattr(self.network, "takes_bytes", False):
+                images = images.to(weight.dtype, memory_format=layout) / 255
+            predictions, maps = self.network(images)
+            truth = self._truth(index, targets, shapes, images, maps)
             if self.loss:
                 losses.append(self.loss.compute(in_float32(maps), truth.candidate_sets)[1][:3])
             detections = detect(predictions, conf_thres, iou_thres)
@@ -80,15 +92,15 @@ class FastValidation:
             found.add(detections, truth)
         return found, losses
 
-    def _truth(self, index, targets, shapes, pixels, maps):
+    def _truth(self, index, targets, shapes, images, maps):
         """The Truth of batch number `index`, made anew only if its targets are not those of last time."""
         targets = targets.cpu()
         known = self.truths.get(index)
         if known is None or not torch.equal(known.targets, targets):
-            known = make_truth(targets, shapes, tuple(pixels.shape[2:]), pixels.device)
+            known = make_truth(targets, shapes, tuple(images.shape[2:]), images.device)
             if self.loss:
                 candidate_sets = self.loss.prepare(known.targets, level_shapes(maps))
-                known.candidate_sets = tuple(candidates.to(pixels.device) for candidates in candidate_sets)
+                known.candidate_sets = tuple(candidates.to(images.device) for candidates in candidate_sets)
             self.truths[index] = known
         return known
 

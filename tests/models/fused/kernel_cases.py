@@ -11,7 +11,7 @@ from torch import nn
 
 from models.fused import kernels, sums
 from models.fused.plan import kind_of
-from tests.models.fused.small_models import DEVICE, compare, distance, random_model, small_cfg
+from tests.models.fused.small_models import DEVICE, compare, compare_evaluation, distance, random_model, small_cfg
 
 # channels that are no multiple of 8, odd sides, more channels than a program takes
 SHAPES = [(2, 5, 7, 3), (1, 130, 4, 4)]
@@ -78,7 +78,9 @@ def test_sums_of_slices(count, activation, dtype):
 
 @pytest.mark.parametrize("first", [["Conv", [8, 3, 2]], ["ReOrg", []]])
 def test_a_network_of_every_layer(first):
-    compare(random_model(small_cfg([-1, 1, *first])), torch.rand(2, 3, 48, 32, device=DEVICE), torch.float32, 10)
+    model, images = random_model(small_cfg([-1, 1, *first])), torch.rand(2, 3, 48, 32, device=DEVICE)
+    compare(model, images, torch.float32, 10)
+    compare_evaluation(model, images)
 
 
 @pytest.mark.gpu
@@ -86,4 +88,6 @@ def test_a_network_of_every_layer(first):
 @pytest.mark.parametrize("cfg", ["yolov7-tiny", "yolov7", "yolov7-w6"])
 def test_the_family(cfg, dtype):
     images = torch.rand(8, 3, 256, 256, device=DEVICE).to(memory_format=torch.channels_last)
-    compare(random_model(f"cfg/training/{cfg}.yaml", nc=3), images, dtype, 10 if dtype == torch.float32 else 1.2)
+    model = random_model(f"cfg/training/{cfg}.yaml", nc=3)
+    compare(model, images, dtype, 10 if dtype == torch.float32 else 1.2)
+    compare_evaluation(model.to(dtype), images.to(dtype), 1e-5 if dtype == torch.float32 else 0.02)

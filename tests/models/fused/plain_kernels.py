@@ -27,7 +27,11 @@ def gradients(function, inputs, pieces):
     return torch.autograd.grad(y, leaves, sum(pieces).to(y.dtype))
 
 
-def norm_activation(x, norm, kind, slope, places):
+def norm_activation(x, norm, kind, slope, places, known=None):
+    if known is not None:
+        scale, shift = known[2:, :, None, None]
+        write(ACTIVATIONS[kind](x * scale + shift, slope), places)
+        return known
     numbers = norm.running_mean, norm.running_var, norm.weight, norm.bias  # without the count of batches
     y = functional.batch_norm(x, *numbers, True, norm.momentum, norm.eps)
     write(ACTIVATIONS[kind](y, slope), places)
@@ -83,10 +87,10 @@ def as_stem_reads(images, block):
     return ReOrg()(images) if block == 2 else images
 
 
-def stem_forward(images, conv, norm, kind, slope, block, dtype, places):
+def stem_forward(images, conv, norm, kind, slope, block, dtype, places, known=None):
     x = as_stem_reads(images, block).to(dtype)
     y = functional.conv2d(x, conv.weight.to(dtype), None, conv.stride, 1)
-    return x, y, norm_activation(y, norm, kind, slope, places)
+    return x, y, norm_activation(y, norm, kind, slope, places, known)
 
 
 def stem_gradient(pieces, kept, conv, kind, slope, of_weight, of_bias):

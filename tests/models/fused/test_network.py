@@ -19,7 +19,15 @@ from models.fused.network import fused_model
 from models.yolo import IDetect
 from tests import step_cases, triton_cases
 from tests.models.fused import plain_kernels
-from tests.models.fused.small_models import DEVICE, compare, distance, random_model, small_cfg, trained
+from tests.models.fused.small_models import (
+    DEVICE,
+    compare,
+    compare_evaluation,
+    distance,
+    random_model,
+    small_cfg,
+    trained,
+)
 from tests.tiny_model import CFG
 from utils.fast.train_step import FastSteps
 
@@ -53,7 +61,9 @@ def test_the_family_is_fused(name, plain):
     fused = fused_model(model)
     assert fused.summary() == f"all {len(model.model)} layers fused"
     assert sum(isinstance(operation, Stem) for operation in fused.plan.operations) == 1
-    compare(model, images(128 if name.endswith(("6", "e")) else 64), torch.float32, 30)  # norms over 2 numbers
+    size = 128 if name.endswith(("6", "e")) else 64
+    compare(model, images(size), torch.float32, 30)  # norms over 2 numbers
+    compare_evaluation(model, images(size))
 
 
 def test_what_has_no_operation_is_run_by_autograd(plain):
@@ -66,6 +76,7 @@ def test_what_has_no_operation_is_run_by_autograd(plain):
     ordinary = {"AvgPool2d": 1, "Conv2d": 1, "BatchNorm2d": 1, "Chuncat": 1, "Concat": 1, "CBAM": 4}
     assert fused.plan.ordinary == Counter(ordinary) and fused.summary().startswith("7 layers fused but for")
     compare(model, images(), torch.float32, 10)
+    compare_evaluation(model, images())
 
 
 def test_frozen_layers_get_no_gradient(plain):
@@ -132,13 +143,14 @@ def test_the_backward_pass_is_run_once(plain):
         total.backward()
 
 
-def test_it_shares_every_tensor_and_evaluates_like_the_model(plain):
+def test_it_shares_every_tensor_and_evaluates_like_the_model(plain, monkeypatch):
     model = random_model(CFG)
-    fused = fused_model(model).eval()
+    fused = compare_evaluation(model, torch.randint(256, (2, 3, 64, 64), dtype=torch.uint8, device=DEVICE))
     assert all(a is b for a, b in zip(fused.parameters(), model.parameters(), strict=True))
     assert all(a is b for a, b in zip(fused.buffers(), model.buffers(), strict=True))
-    with torch.no_grad():
-        assert fused(images())[0].shape == model(images())[0].shape
+    compare_evaluation(model, images())  # by the running statistics that are there now
+    monkeypatch.setattr(model.model[-1], "export", True)
+    assert isinstance(fused(images()), list)  # the maps alone
 
 
 def test_sizes_that_fit_no_stride_are_refused(plain):
