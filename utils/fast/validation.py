@@ -68,7 +68,7 @@ class FastValidation:
         """(Found, the loss items [3] of each batch)."""
         weight = next(model.parameters())
         found, losses = Found(weight.device), []
-        for index, (images, targets, _, shapes) in enumerate(progress(loader, desc="scoring")):
+        for index, (images, targets, _, shapes) in enumerate(progress(loader, desc="scoring", unit="batch")):
             pixels = images.to(weight.device, non_blocking=True).to(weight.dtype, memory_format=layout) / 255
             predictions, maps = model(pixels)
             truth = self._truth(index, targets, shapes, pixels, maps)

@@ -56,6 +56,7 @@ def set_logging(rank: int = -1, local_rank: int = -1) -> None:
     if rank > 0 and local_rank != 0:
         handler.addFilter(lambda record: record.levelno > logging.WARNING or record.name in OWN_NEWS)
     logging.basicConfig(handlers=[handler], level=logging.INFO if rank <= 0 else logging.WARNING)
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # its first start has news that nobody can use
 
 
 def run(main: Callable[[Namespace], None], opt: Namespace) -> None:
