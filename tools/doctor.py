@@ -269,6 +269,6 @@ def main(opt):
 
 if __name__ == "__main__":
     logging.getLogger("models").setLevel(logging.WARNING)  # not the table of layers
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=entry.Help)
     parser.add_argument("--folder", default=".", help="where runs are written (default: the working directory)")
     entry.run(main, parser.parse_args())

@@ -237,7 +237,7 @@ def main(opt):
 
 
 def parser():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=entry.Help)
     parser.add_argument("--coco", type=Path, required=True, help="folder of the download; it is only read")
     parser.add_argument("--size", type=int, default=320, help="longer side of the new images in pixels (default: 320)")
     parser.add_argument("--out", type=Path, help="folder to make (default: coco and the size, so coco320)")

@@ -108,6 +108,14 @@ def test_an_interrupted_run_goes_on(coco, here, monkeypatch, capsys):
     assert len(calls) == 9 + 8 - len(first), "a finished one is left alone"
 
 
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_help_fits_the_terminal(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = tool.parser().format_help().splitlines()
+    assert max(len(line) for line in lines if "python" not in line) < columns
+    assert "    python tools/make_coco320.py --coco DIR --size 320 [--out coco320] [--fit longer]" in lines
+
+
 @pytest.mark.parametrize("fit", ["stretch", "pad"])
 def test_other_fits(coco, here, fit, capsys):
     out = make(coco, "--fit", fit, "--splits", "val2017")
