@@ -20,7 +20,15 @@ from utils.engine.checkpoint_reader import full_state_path, read_checkpoint
 from utils.run import restarts
 from utils.run.entry import NothingToDo
 from utils.system.distributed import Ranks
-from utils.system.files import below, check_can_be_made, check_file, increment_path, printable, remove_leftovers
+from utils.system.files import (
+    below,
+    check_can_be_made,
+    check_file,
+    counted,
+    increment_path,
+    printable,
+    remove_leftovers,
+)
 from utils.system.folder_lock import check_free, own
 from utils.system.rendezvous import text_of_rank_zero
 
@@ -207,7 +215,7 @@ def _refuse_finished(checkpoint, opt, run):
     if is_stopped and checkpoint.epoch + 1 < opt.epochs:
         raise NothingToDo(f"{run} was stopped by --patience {opt.patience} after epoch {checkpoint.epoch}; --resume "
                           "with a larger --patience goes on")  # fmt: skip
-    raise NothingToDo(f"{run} has finished its {opt.epochs} epochs; --resume with a larger --epochs goes on")
+    raise NothingToDo(f"{run} has finished its {counted(opt.epochs, 'epoch')}; --resume with a larger --epochs goes on")
 
 
 def newest_checkpoint() -> Path:
