@@ -22,7 +22,7 @@ from utils.metrics.coco import COCO_CATEGORY_IDS
 from utils.plots.images import BoxStyle
 from utils.run import entry
 from utils.system.distributed import select_device
-from utils.system.files import PROJECT_ROOT, check_can_be_made, counted, increment_path
+from utils.system.files import PROJECT_ROOT, check_can_be_made, counted, folded, increment_path
 from utils.system.folder_lock import check_free, own
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ def main(opt):
     chosen, pictures = open_writers(opt, folder, names)
     outcome = detect(source, predictor, names, chosen, num_items=len(items),
                      window=Window(pictures) if opt.view_img else None)  # fmt: skip
-    logger.info("%s", outcome.summary(names))
+    logger.info("%s", folded(outcome.summary(names)))
     logger.info("Results saved to %s", folder)
     if outcome.faults:
         logger.warning("%s could not be read in whole, see above", counted(len(outcome.faults), "file"))

@@ -25,6 +25,7 @@ from tools import roofline  # noqa: E402  (needs the path above)
 from utils.run import entry  # noqa: E402
 from utils.system.compilers import ADVICE, c_compiler, has_headers  # noqa: E402
 from utils.system.cores import usable_cores  # noqa: E402
+from utils.system.files import folded  # noqa: E402
 from utils.system.memory import SHARED_MEMORY, available_memory, describe_bytes  # noqa: E402
 
 OK, SLOW, WRONG = "ok", "slow", "WRONG"
@@ -36,6 +37,7 @@ COCO_IMAGES = 118_287
 CACHE_BYTES = {320: 27 * GB, 640: 108 * GB}  # of COCO in memory, or on the card (--cache-images)
 DISK_BYTES = 60 * GB  # COCO, coco320 and the caches
 TESTED = {"torch": ("2.4", "2.14"), "numpy": ("1.24", "2.4"), "cv2": ("4.8", "5.0")}  # oldest and newest version
+WIDTH = 79  # columns of what is printed
 PIN_BYTES = 256 * 10**6  # more than three batches of 64 images at 640 px
 
 
@@ -50,8 +52,8 @@ def judge_driver(torch_cuda, driver_cuda, driver, works):
     """`torch_cuda` "13.0" or None, `driver_cuda` (13, 0) or None, the `driver`'s version, whether a GPU `works`."""
     thing, built = "GPU and driver", f"torch for CUDA {torch_cuda}" if torch_cuda else "torch without CUDA"
     if driver_cuda is None:
-        return Row(thing, f"none, {built}", SLOW, "training runs on the CPU, a hundred times slower or more, which is "
-                   "good for trying things; to train, rent a machine with an NVIDIA GPU")  # fmt: skip
+        return Row(thing, f"none, {built}", SLOW, "training runs on the CPU, a hundred times slower or more: good for "
+                   "trying things; to train, rent a machine with an NVIDIA GPU")  # fmt: skip
     found = f"driver {driver} (CUDA {'.'.join(map(str, driver_cuda))}), {built}"
     if torch_cuda is None:
         return Row(thing, found, WRONG, "this torch knows no GPU: pip install --force-reinstall torch torchvision")
@@ -104,7 +106,9 @@ def judge_memory(available):
     if available < 4 * GB:
         return Row("memory", found, SLOW, "workers may be killed: at most --workers 2, no --cache-images")
     fits = _fitting(available / 1.2)
-    advice = f"--cache-images: COCO fits at {fits} px" if fits else "COCO does not fit: --cache-images disk uses a file"
+    advice = f"--cache-images: COCO fits at {fits} px"
+    if not fits:
+        advice = "enough to train; to keep the images of COCO at hand, --cache-images disk (a file)"
     return Row("memory", found, OK, advice)
 
 
@@ -166,23 +170,38 @@ def judge_version(module, version):
 
 
 def expected_rates(gpu_name, cores):
-    """The table of rates, line by line, for a GPU called `gpu_name` (None without one) and a number of cores.
+    """The table of rates, row by row, for a GPU called `gpu_name` (None without one) and a number of cores.
 
-    The workers make the samples; where they are too slow, the last column says how many would do, and how many if they
-    only drew them.
+    The workers make the samples. The last column says how many cores keep the GPU busy, in brackets how many if the
+    workers only draw them.
     """
     gpu = next((key for key in roofline.GPUS if gpu_name and key in gpu_name), None)
-    yield "| job | GPU, img/s | cores, img/s | 100 epochs of COCO | limit |\n|---|---|---|---|---|"
+    yield "job", "GPU img/s", "cores img/s", "time", "limit", "needed"
     for model, side, batch in roofline.MEASURED["planned"]:
         job, by_cores = f"{model} {side} px batch {batch}", cores * 1000 / SAMPLE_MS[side]
         if gpu is None:
-            yield f"| {job} | {'not in the model' if gpu_name else 'no GPU'} | {by_cores:.0f} | unknown | unknown |"
+            yield job, "unknown" if gpu_name else "no GPU", f"{by_cores:.0f}", *["unknown"] * 3
             continue
         by_gpu = roofline.rate(f"cfg/training/{model}.yaml", side, batch, "planned", gpu)
         hours = 100 * COCO_IMAGES / min(by_gpu, by_cores) / 3600
         needed, fewer = (math.ceil(by_gpu * times[side] / 1000) for times in (SAMPLE_MS, DRAWN_MS))
-        limit = "GPU" if cores >= needed else f"cores: {needed} keep the GPU busy, {fewer} with --cache-images gpu"
-        yield f"| {job} | {by_gpu:.0f} | {by_cores:.0f} | {hours:.1f} h | {limit} |"
+        limit = "GPU" if cores >= needed else "cores"
+        yield job, f"{by_gpu:.0f}", f"{by_cores:.0f}", f"{hours:.1f} h", limit, f"{needed} ({fewer})"
+
+
+def aligned(rows):
+    """Lines of a table of texts, every column as wide as it has to be."""
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def described(row):
+    """Lines about a Row: the verdict, what was found, below it what to do."""
+    yield folded(f"{row.verdict:5}  {row.thing:19}  {row.found}", WIDTH, 28)
+    if row.advice:
+        yield folded(f"{'':7}-> {row.advice}", WIDTH, 10)
 
 
 def driver_versions():
@@ -237,14 +256,12 @@ def examine(folder):
 
 def main(opt):
     rows = examine(opt.folder)
-    table = (
-        "| thing | found | verdict | what to do |",
-        "|---|---|---|---|",
-        *(f"| {' | '.join(row)} |" for row in rows),
-    )
-    print(*table, "\nTraining rates with --fast, predicted, not measured:\n", sep="\n")
+    for row in rows:
+        print(*described(row), sep="\n")
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
-    print(*expected_rates(gpu, usable_cores()), sep="\n", end="\n\n")
+    print("\nTraining with --fast, predicted, not measured; time of 100 epochs of COCO:\n")
+    print(*aligned(expected_rates(gpu, usable_cores())), sep="\n")
+    print("needed: cores that keep the GPU busy; in brackets: with --cache-images gpu\n")
     impossible = [row.thing for row in rows if row.verdict == WRONG]
     print(f"Training is not possible: {', '.join(impossible)}." if impossible else "Training is possible.")
     sys.exit(1 if impossible else 0)
@@ -252,6 +269,6 @@ def main(opt):
 
 if __name__ == "__main__":
     logging.getLogger("models").setLevel(logging.WARNING)  # not the table of layers
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=entry.Help)
     parser.add_argument("--folder", default=".", help="where runs are written (default: the working directory)")
     entry.run(main, parser.parse_args())

@@ -23,7 +23,6 @@ from pathlib import Path
 
 import cv2
 import yaml
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -39,12 +38,14 @@ from utils.system.files import (  # noqa: E402
     atomic_write,
     cause_of,
     counted,
+    folded,
     printable,
     read_json,
     remove_leftovers,
     shown,
 )
 from utils.system.memory import check_memory, describe_bytes  # noqa: E402
+from utils.system.progress import progress  # noqa: E402
 
 FITS = {
     "longer": "the longer side becomes --size; labels are those of stock",
@@ -155,7 +156,7 @@ def make_split(split, content, out, side, fit, workers):
     with workers_of(workers) as pool:
         results = pool.map(partial(make_image, side=side, fit=fit), tasks, chunksize=CHUNK)
         try:
-            results = list(tqdm(results, desc=split.name, total=len(tasks), unit="image"))
+            results = list(progress(results, desc=split.name, total=len(tasks), unit="img"))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -170,8 +171,8 @@ def make_split(split, content, out, side, fit, workers):
         json.dump(scaled_annotations(content, tasks, side, fit), file)
     check_counts(out, split, made, num_objects)
     reasons = ", ".join(f"{number} {reason}" for reason, number in left_out.items()) or "none"
-    print(f"{split.name}: {counted(len(made), 'image')} ({begun} were there), {num_objects} objects of "
-          f"{len(content['annotations'])} annotations; left out: {reasons}")  # fmt: skip
+    print(folded(f"{split.name}: {counted(len(made), 'image')} ({begun} were there), {num_objects} objects of "
+                 f"{len(content['annotations'])} annotations; left out: {reasons}"))  # fmt: skip
     return problems
 
 
@@ -211,7 +212,8 @@ def make_coco(coco, out, side=320, fit="longer", names=(), workers=0):
     if problems:
         raise ValueError(f"{counted(len(problems), 'image')} could not be made and are not in the lists: "
                          f"{listing(problems, '; ')}. Get them again, then the same command goes on")  # fmt: skip
-    print(f"{out} is complete ({FITS[fit]}). Train with --data {out / 'data.yaml'} --img {side}")
+    print(f"{printable(out)} is complete. Train with --data {printable(out / 'data.yaml')} --img {side}")
+    print(folded(f"--fit {fit}: {FITS[fit]}"))
 
 
 def write_data_yaml(out, classes):
@@ -235,7 +237,7 @@ def main(opt):
 
 
 def parser():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=entry.Help)
     parser.add_argument("--coco", type=Path, required=True, help="folder of the download; it is only read")
     parser.add_argument("--size", type=int, default=320, help="longer side of the new images in pixels (default: 320)")
     parser.add_argument("--out", type=Path, help="folder to make (default: coco and the size, so coco320)")

@@ -141,5 +141,5 @@ def main(opt):
 
 
 if __name__ == "__main__":
-    entry.run(main, argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    entry.run(main, argparse.ArgumentParser(description=__doc__, formatter_class=entry.Help)
               .parse_args())  # fmt: skip

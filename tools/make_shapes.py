@@ -17,10 +17,10 @@ from pathlib import Path
 
 import cv2
 import numpy as np
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from utils.system.progress import progress
 from utils.system.streams import keep_streams
 
 STAMP = "make_shapes.json"
@@ -218,7 +218,7 @@ def write_split(out, split, count, size, seed, boxes):
     categories = [{"id": index, "name": name} for index, name in enumerate(NAMES)]
     coco = {"info": {"description": "shapes"}, "images": [], "annotations": [], "categories": categories}
     totals = np.zeros(len(NAMES), int)
-    for index in tqdm(range(count), desc=f"drawing {split}", unit="image"):
+    for index in progress(range(count), desc=f"drawing {split}", unit="img"):
         rng = np.random.default_rng([seed, SPLITS.index(split), index])
         image, things = draw_image(rng, size)
         height, width = image.shape[:2]

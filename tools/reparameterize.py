@@ -23,7 +23,7 @@ from utils.engine.checkpoint import save
 from utils.engine.checkpoint_reader import check_finite, read_checkpoint
 from utils.export.compare import batches, beyond_rounding, images_to_compare, in_words, largest_differences
 from utils.run import entry
-from utils.system.files import PROJECT_ROOT, check_file
+from utils.system.files import PROJECT_ROOT, check_file, folded
 from utils.system.streams import quiet_loggers
 
 logger = logging.getLogger("reparameterize")
@@ -73,7 +73,7 @@ def find_deploy_model(model, cfgs, images):
             continue
         worst = differences(model, twin, images)
         if not beyond_rounding(worst):
-            logger.info("%s, largest differences: %s", cfg, in_words(worst))
+            logger.info("%s", folded(f"{cfg}, largest differences: {in_words(worst)}", 79))
             return twin
         reasons.append(f"{cfg} computes something else: {in_words(worst)}")
     raise ValueError("; ".join(reasons) or "no file of cfg/deploy has this network; give the deploy yaml by --cfg")
@@ -90,7 +90,8 @@ def main(opt):
         parameter.requires_grad = False
     save({"model": twin.half(), "optimizer": None, "training_results": None, "epoch": -1}, path)
     worst = differences(attempt_load(opt.weights), attempt_load(path), images)
-    logger.info("%s, largest differences of the two files, in half precision: %s", path, in_words(worst))
+    said = f"{path}, largest differences of the two files, in half precision: {in_words(worst)}"
+    logger.info("%s", folded(said, 79))
 
 
 def parser():

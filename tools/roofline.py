@@ -294,7 +294,7 @@ def main(opt):
 
 
 def parser():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=entry.Help)
     parser.add_argument("--cfg", help="model configuration; default: the jobs that were measured")
     parser.add_argument("--img", type=int, default=320, help="side of the images in pixels")
     parser.add_argument("--batch", type=int, default=64)

@@ -16,11 +16,10 @@ Every class belongs to exactly one head. The same file may be a data yaml as wel
 """
 
 import difflib
-import textwrap
 from pathlib import Path
 
 from utils.config.data_yaml import NAME_TEXT, read_yaml
-from utils.system.files import counted, printable
+from utils.system.files import counted, folded, printable
 
 KEYS = {"nc", "heads", "grouping", "full_head", "one_class_score", "head_assignments"}
 HEAD_KEYS = {"classes", "weight", "name"}
@@ -125,13 +124,12 @@ class HeadConfig:
             f"{counted(self.nc, 'class', 'classes')}, grouping {self.grouping}{kind}"
         ]
         if self.ignored:
-            lines.append(f"  passed over, without a meaning here: {printable(', '.join(dict.fromkeys(self.ignored)))}")
+            ignored = printable(", ".join(dict.fromkeys(self.ignored)))
+            lines.append(folded(f"  passed over, without a meaning here: {ignored}", 79))
         for head, name in enumerate(self.head_names):
             num_classes = counted(self.head_nc_list[head], "class", "classes")
-            lines += textwrap.wrap(
-                f"  head {head} ({name}): {num_classes}, weight {self.weights[head]:g}, "
-                f"ids {id_ranges(self.head_classes[head])}", 79, subsequent_indent="    ",
-            )  # fmt: skip
+            ids = id_ranges(self.head_classes[head])
+            lines.append(folded(f"  head {head} ({name}): {num_classes}, weight {self.weights[head]:g}, ids {ids}", 79))
         return "\n".join(lines)
 
 

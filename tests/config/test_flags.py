@@ -87,6 +87,7 @@ def test_help_says_default_and_unit_of_every_flag(parser, monkeypatch, capsys):
         parser().parse_args(["--help"])
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
+    assert not [line for line in text.splitlines() if line.endswith("-")], "flags stay in one piece"
     for action in parser()._actions[1:]:
         if action.help == argparse.SUPPRESS:
             continue

@@ -40,7 +40,9 @@ def test_what_was_achieved(tmp_path, caplog):
     opt = write_results(tmp_path, [(0.5, 0.2), (0.726, 0.293), (0.8, 0.1)], 3)
     weights = [tmp_path / "last.pt", Path("runs/best.pt")]
     first, second = said(caplog, opt, weights=weights, best_epoch=1)
-    assert first == f"best mAP@.5 0.726 / 0.293 at epoch 1 of 3, 3 min 4 s, 44 img/s -> {tmp_path}"
+    achieved, folder = first.split(" -> ")
+    assert achieved.rstrip() == "best mAP@.5 0.726, mAP@.5:.95 0.293 at epoch 1 of 0-2, 3 min 4 s, 44 img/s"
+    assert folder == str(tmp_path)
     assert second == "python test.py --weights runs/best.pt --data data/shapes.yaml --img 96"
 
 
@@ -48,13 +50,29 @@ def test_a_checkpoint_that_does_not_know_its_best_epoch(tmp_path, caplog):
     """By the fitness, as best.pt is chosen; an epoch that was not validated counts nothing."""
     opt = write_results(tmp_path, [(0, 0), (0.5, 0.2), (0.726, 0.293), (0.8, 0.1)], 4)
     (line,) = said(caplog, opt, best_epoch=-1, start_epoch=2)
-    assert line.startswith("best mAP@.5 0.726 / 0.293 at epoch 2 of 4, 3 min 4 s since epoch 2, 44 img/s -> ")
+    assert line.startswith("best mAP@.5 0.726, mAP@.5:.95 0.293 at epoch 2 of 0-3, 3 min 4 s since epoch 2, 44 img/s")
 
 
 def test_a_run_that_stopped_early_or_only_had_to_be_finished(tmp_path, caplog):
     opt = write_results(tmp_path, [(0.5, 0.2), (0.7, 0.3)], 100)
     (line,) = said(caplog, opt, 0.4, best_epoch=1, trained=0, start_epoch=2)
-    assert line == f"best mAP@.5 0.700 / 0.300 at epoch 1 of 2, 0.4 s since epoch 2 -> {tmp_path}"
+    assert line.startswith("best mAP@.5 0.700, mAP@.5:.95 0.300 at epoch 1 of 0-1, 0.4 s since epoch 2")
+
+
+def test_the_line_does_not_wrap(tmp_path, caplog, monkeypatch):
+    """At 100 columns; only a long folder stands in a line of its own."""
+    monkeypatch.chdir(tmp_path)
+    for name, num_lines in (("runs/train/exp12", 1), ("runs/" + "x" * 60, 2)):
+        Path(name).mkdir(parents=True)
+        opt = write_results(Path(name), [(0.5, 0.2)] * 100, 100)
+        lines = said(caplog, opt, 7500, best_epoch=99)[0].splitlines()
+        assert len(lines) == num_lines and all(len(line) <= 100 for line in lines) and lines[-1].endswith(f"-> {name}")
+        assert "at epoch 99 of 0-99, 2 h 5 min, 44 img/s" in lines[0]
+
+
+def test_a_run_of_one_epoch(tmp_path, caplog):
+    (line,) = said(caplog, write_results(tmp_path, [(0.5, 0.2)], 1), best_epoch=0)
+    assert " at epoch 0, 3 min 4 s, " in line
 
 
 def test_a_run_without_epochs_says_nothing(tmp_path, caplog):

@@ -247,9 +247,20 @@ def test_a_really_full_gpu(capsys):
     assert caught.value.code == 2 and "too little memory for batch size 2 and image size 64" in capsys.readouterr().err
 
 
+def test_news_of_matplotlib_are_not_ours(monkeypatch, capsys):
+    monkeypatch.setattr(logging.root, "handlers", [])
+    entry.set_logging()
+    logging.getLogger("matplotlib.font_manager").info("generated new fontManager")
+    logging.getLogger("matplotlib.font_manager").warning("a font is missing")
+    logging.getLogger("utils").info("our own")
+    logging.root.handlers.clear()
+    assert capsys.readouterr().out == "WARNING: a font is missing\nour own\n"
+
+
 def test_a_message_stands_above_a_living_bar(monkeypatch):
     """One terminal shows both streams; the bar is wiped, the line written, the bar drawn again below it."""
     terminal = io.StringIO()
+    terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr(logging.root, "handlers", [])

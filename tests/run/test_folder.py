@@ -38,7 +38,9 @@ def prepare(monkeypatch):
     def parse_and_prepare(line, ranks=Ranks()):  # noqa: B008
         monkeypatch.setattr("sys.argv", ["train.py", *line.split()])
         opt = prepare_train_options(train_parser().parse_args(line.split()), ranks)
-        open_run_folder(opt, ranks)
+        with monkeypatch.context() as here:
+            here.chdir(opt.working_dir)  # as train.py does
+            open_run_folder(opt, ranks)
         return opt
 
     return parse_and_prepare
@@ -127,24 +129,23 @@ def test_idle_flags_are_named(prepare, caplog):
 # ---- resumed runs ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["--resume runs/train/exp/weights/last.pt", "--resume"])
+@pytest.mark.parametrize("how", ["--resume {folder}/runs/train/exp/weights/last.pt", "--resume"])
 def test_resume(how, prepare, folder, caplog):
-    last = old_run()
+    old_run()
     with caplog.at_level(logging.INFO):
-        opt = prepare(how)
-    assert Path(opt.weights).samefile(last) and Path(opt.save_dir).samefile("runs/train/exp")
+        opt = prepare(how.format(folder=folder))
+    assert (opt.weights, opt.save_dir) == ("runs/train/exp/weights/last.pt", "runs/train/exp"), "short, for messages"
     assert opt.resume is True and opt.cfg == "" and opt.adam and opt.epochs == 5 and opt.img_size == [64, 64]
     assert (opt.batch_size, opt.total_batch_size, opt.world_size, opt.global_rank) == (8, 8, 1, -1)
     assert Path(opt.data).samefile(folder / "set.yaml") and Path(opt.hyp).samefile(folder / "hyp.yaml")
-    assert "after epoch 2" in caplog.text and "ignored" not in caplog.text
+    assert "Resuming runs/train/exp after epoch 2" in caplog.messages and "ignored" not in caplog.text
     assert len(list(Path("runs/train").iterdir())) == 1, "no new folder"
 
 
 def test_resume_on_other_processes(prepare):
     old_run()
     opt = prepare("--resume", Ranks(3, 3, 4))
-    assert (opt.batch_size, opt.total_batch_size, opt.global_rank) == (2, 8, 3)
-    assert Path(opt.save_dir).name == "exp"
+    assert (opt.batch_size, opt.total_batch_size, opt.global_rank, opt.save_dir) == (2, 8, 3, "runs/train/exp")
 
 
 def test_what_may_change(prepare, caplog):
@@ -179,17 +180,17 @@ def test_the_row_of_a_new_flag_says_what_resume_does(rule, value, prepare, monke
     assert prepare("--resume").new_flag == (3 if rule == STAYS else 2)
 
 
-def test_resume_from_inside_the_run_folder(prepare, monkeypatch):
+def test_resume_from_inside_the_run_folder(prepare, folder, monkeypatch):
     last = old_run().absolute()
     monkeypatch.chdir(last.parent)
     (last.parent / "set.yaml").write_text("")  # where set.yaml is looked for now
     for name in ("last.pt", "./last.pt", "../weights/last.pt"):
-        assert Path(prepare(f"--resume {name}").save_dir).samefile(last.parent.parent)
+        assert Path(folder, prepare(f"--resume {name}").save_dir).samefile(last.parent.parent)
 
 
 def test_finished_run(prepare):
     old_run(epoch=4)
-    with pytest.raises(NothingToDo, match="exp has finished its 5 epochs; --resume with a larger --epochs goes on"):
+    with pytest.raises(NothingToDo, match="^runs/train/exp has finished its 5 epochs; --resume with a larger --epochs"):
         prepare("--resume")
     with pytest.raises(NothingToDo, match="finished its 3 epochs"):
         prepare("--resume --epochs 3")
@@ -411,7 +412,7 @@ def test_resume_where_the_run_and_its_files_were_moved_to(prepare, folder, tmp_p
     (folder / "project").rename(moved)
     elsewhere()
     opt = prepare(f"--resume {moved / last.relative_to(folder / 'project')}")
-    assert (opt.working_dir, opt.data, opt.save_dir) == (str(moved), "set.yaml", str(moved / "runs/train/exp"))
+    assert (opt.working_dir, opt.data, opt.save_dir) == (str(moved), "set.yaml", "runs/train/exp")
 
 
 def test_a_run_that_was_moved_alone_finds_its_files(prepare, folder, elsewhere):

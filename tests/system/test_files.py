@@ -177,6 +177,21 @@ def test_leftovers_are_removed_but_not_the_files_of_living_processes(tmp_path):
     files.remove_leftovers(tmp_path / "missing")
 
 
+def test_short_names_of_what_lies_below(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert files.below(tmp_path / "runs/exp", tmp_path) == files.below("runs/../runs/exp", ".") == Path("runs/exp")
+    assert files.below(tmp_path / "runs/exp", tmp_path / "runs/e") == tmp_path / "runs/exp"
+    assert files.below("..", ".") == tmp_path.parent and files.below(".", ".") == Path()
+
+
+def test_long_messages_are_folded():
+    words = [f"--flag-{number}" for number in range(40)]
+    lines = files.folded(" ".join(words), 30, indent=2).splitlines()
+    assert all(len(line) <= 30 for line in lines) and all(line.startswith("  --flag") for line in lines[1:])
+    assert " ".join(lines).split() == words, "flags and paths stay whole"
+    assert files.folded("a/" + "b" * 120) == "a/" + "b" * 120 and files.folded("  short  one") == "  short  one"
+
+
 def test_words_for_messages():
     assert [files.counted(n, "image") for n in (0, 1, 2)] == ["0 images", "1 image", "2 images"]
     assert [files.counted(n, "class", "classes") for n in (1, 80)] == ["1 class", "80 classes"]

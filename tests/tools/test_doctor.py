@@ -32,7 +32,7 @@ BLACKWELL = ["sm_75", "sm_80", "sm_90", "sm_120"]
         (doctor.judge_cores(2, 128), SLOW, "--workers 2 --cache-images gpu, or rent 16"),
         (doctor.judge_memory(None), OK, ""),
         (doctor.judge_memory(2 * GB), SLOW, "--workers 2"),
-        (doctor.judge_memory(20 * GB), OK, "--cache-images disk"),
+        (doctor.judge_memory(20 * GB), OK, "enough to train; to keep the images of COCO at hand, --cache-images disk"),
         (doctor.judge_memory(64 * GB), OK, "at 320 px"),
         (doctor.judge_memory(256 * GB), OK, "at 320 and 640 px"),
         (doctor.judge_shared_memory(64 * 10**6), SLOW, "--shm-size"),
@@ -63,25 +63,37 @@ def test_rates_are_the_smaller_of_gpu_and_cores(monkeypatch):
     monkeypatch.setattr(doctor.roofline, "rate", lambda *job: 3000.0)
     many, few = (list(doctor.expected_rates("NVIDIA GeForce RTX 5090", cores))[1:] for cores in (16, 2))
     assert len(many) == 4
-    assert many[0] == "| yolov7-tiny 320 px batch 384 | 3000 | 10000 | 1.1 h | GPU |"
-    assert few[0].startswith(
-        "| yolov7-tiny 320 px batch 384 | 3000 | 1250 | 2.6 h | cores: 5 keep the GPU busy, 3 with"
-    )
-    assert many[3].endswith("| cores: 19 keep the GPU busy, 5 with --cache-images gpu |"), "640 px"
-    assert "not in the model" in list(doctor.expected_rates("Quadro K600", 2))[1]
-    assert "no GPU" in list(doctor.expected_rates(None, 2))[1]
+    assert many[0] == ("yolov7-tiny 320 px batch 384", "3000", "10000", "1.1 h", "GPU", "5 (3)")
+    assert few[0] == ("yolov7-tiny 320 px batch 384", "3000", "1250", "2.6 h", "cores", "5 (3)")
+    assert many[3][4:] == ("cores", "19 (5)"), "640 px"
+    assert list(doctor.expected_rates("Quadro K600", 2))[1][1] == "unknown"
+    assert list(doctor.expected_rates(None, 2))[1][1] == "no GPU"
+    lines = list(doctor.aligned(doctor.expected_rates("RTX 5090", 2)))
+    assert len({line.index(limit) for line, limit in zip(lines[1:3], ("cores", "cores"), strict=True)}) == 1
+    assert all(len(line) <= doctor.WIDTH for line in lines)
+
+
+def test_a_long_row_goes_on_below_itself():
+    long = doctor.judge_architecture("NVIDIA GeForce RTX 5090", (13, 0), [f"sm_{n}" for n in range(50, 121, 5)])
+    lines = "\n".join(doctor.described(long)).splitlines()
+    assert len(lines) > 3 and all(len(line) <= doctor.WIDTH for line in lines)
+    assert lines[0].startswith("WRONG  architecture         NVIDIA GeForce RTX 5090, sm_130")
+    assert " ".join(line.strip() for line in lines).endswith(f"-> {long.advice}")
+    assert list(doctor.described(doctor.Row("memory", "unknown"))) == ["ok     memory               unknown"]
 
 
 @pytest.mark.parametrize(("verdict", "status"), [(SLOW, 0), (WRONG, 1)])
 def test_status(verdict, status, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(doctor, "judge_disk", lambda *found: doctor.Row("disk", "full", verdict, "make room"))
-    monkeypatch.setattr(doctor, "expected_rates", lambda *found: ["rates"])
+    monkeypatch.setattr(doctor, "expected_rates", lambda *found: [("rates",)])
     with pytest.raises(SystemExit) as end:
         doctor.main(Namespace(folder=str(tmp_path)))
     out = capsys.readouterr().out
-    assert end.value.code == status and f"| disk | full | {verdict} | make room |" in out
+    row = f"{verdict:5}  disk                 full\n{'':7}-> make room\n"
+    assert end.value.code == status and row in out
     assert ("Training is not possible: disk." in out) == (verdict == WRONG)
-    assert len([line for line in out.splitlines() if line.startswith("|")]) >= 11
+    assert len([line for line in out.splitlines() if line.startswith((OK, SLOW, WRONG))]) >= 9
+    assert all(len(line) <= doctor.WIDTH for line in out.splitlines())
 
 
 def test_a_folder_that_is_not_there():

@@ -59,9 +59,9 @@ def test_the_data_set_of_a_download(coco, capsys):
     before = digest(coco)
     out = make(coco, "--workers", "2")
     assert digest(coco) == before
-    assert (
-        "train2017: 4 images (0 were there), 3 objects of 4 annotations; left out: 1 crowd" in capsys.readouterr().out
-    )
+    said, bars = capsys.readouterr()
+    assert "train2017: 4 images (0 were there), 3 objects of 4 annotations; left out: 1 crowd" in said
+    assert f"{out} is complete. Train with --data {out}/data.yaml --img 64" in said and bars == "", "no terminal"
     for (w, h), path in zip(SIZES, sorted((out / "images" / "train2017").iterdir()), strict=True):
         height, width = cv2.imread(str(path)).shape[:2]
         assert max(width, height) == 64 and width / height == pytest.approx(w / h, abs=0.02)
@@ -108,11 +108,19 @@ def test_an_interrupted_run_goes_on(coco, here, monkeypatch, capsys):
     assert len(calls) == 9 + 8 - len(first), "a finished one is left alone"
 
 
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_help_fits_the_terminal(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = tool.parser().format_help().splitlines()
+    assert max(len(line) for line in lines if "python" not in line) < columns
+    assert "    python tools/make_coco320.py --coco DIR --size 320 [--out coco320] [--fit longer]" in lines
+
+
 @pytest.mark.parametrize("fit", ["stretch", "pad"])
 def test_other_fits(coco, here, fit, capsys):
     out = make(coco, "--fit", fit, "--splits", "val2017")
     assert {cv2.imread(str(path)).shape for path in (out / "images" / "val2017").iterdir()} == {(64, 64, 3)}
-    assert ("NOT those of stock" in capsys.readouterr().out) == (fit == "pad")
+    assert ("NOT those of stock" in " ".join(capsys.readouterr().out.split())) == (fit == "pad")
     with pytest.raises(ValueError, match="small was made with .*name another folder"):
         make(coco)
 

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import textwrap
 from pathlib import Path
 
 import yaml
@@ -49,6 +50,10 @@ class _Help(argparse.HelpFormatter):
 
     def __init__(self, prog):
         super().__init__(prog, max_help_position=32)
+
+    def _split_lines(self, text, width):
+        """A flag in the text stays in one piece."""
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
     def _get_help_string(self, action):
         default = action.default

@@ -182,7 +182,8 @@ def _fill(dataset, places, title):
 
 def read_in_threads(read, portions, title, num_threads=THREADS):
     """Call read(portion) for all `portions`, ranges of images, with a progress bar; whatever it raises ends all."""
-    with ThreadPoolExecutor(num_threads) as pool, progress(desc=title, total=sum(map(len, portions))) as bar:
+    bar = progress(desc=title, total=sum(map(len, portions)), unit="img")
+    with ThreadPoolExecutor(num_threads) as pool, bar:
         try:
             for portion, _ in zip(portions, pool.map(read, portions), strict=True):
                 bar.update(len(portion))

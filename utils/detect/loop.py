@@ -16,7 +16,7 @@ from tqdm import tqdm
 from utils.detect.names import Frame
 from utils.detect.predict import Predictor, to_original
 from utils.detect.writers import Pictures, counts_text
-from utils.system.files import counted
+from utils.system.files import counted, folded
 from utils.system.progress import progress
 
 logger = logging.getLogger(__name__)
@@ -40,9 +40,7 @@ class Outcome:
         each = 1e3 * self.inference / max(self.images, 1)
         state = "Interrupted" if self.interrupted else "Done"
         images = counted(self.images, "image")
-        return (
-            f"{state}: {images} in {self.seconds:.1f} s ({rate:.1f} a second, network and NMS {each:.1f} ms): {found}"
-        )
+        return f"{state}: {images} in {self.seconds:.1f} s ({rate:.1f} img/s, network and NMS {each:.1f} ms): {found}"
 
 
 class Window:
@@ -86,7 +84,7 @@ def detect(
     """Detect in all batches of `source`, hand every frame to `writers`; closes them, after Ctrl-C as well."""
     outcome, start = Outcome(), time.perf_counter()
     live = getattr(source, "is_live", False)
-    bar = progress(total=None if live else num_items, unit=" images", desc="detect")
+    bar = progress(total=None if live else num_items, unit="img", desc="detect")
     lines, in_order = Lines(names, bar), InOrder()
 
     def hand_on(results):
@@ -186,16 +184,11 @@ class Lines:
             height, width = frame.image.shape[:2]
             frames = f" {counted(self.frames, 'frame')}" if item.kind == "video" else ""
             found, each = counts_text(self.class_ids, self.names), 1e3 * self.seconds / self.frames
-            self._say(
-                logging.INFO,
-                f"{item.kind} {item.position} {item.label}: {width}x{height}{frames} {found}, {each:.1f} ms",
-            )
+            line = f"{item.kind} {item.position} {item.label}: {width}x{height}{frames} {found}, {each:.1f} ms"
+            logger.info("%s", folded(line))
             self.class_ids, self.frames, self.seconds = [], 0, 0.0
 
     def warn(self, fault: str) -> None:
         self.bar.update()
         self.class_ids, self.frames, self.seconds = [], 0, 0.0
-        self._say(logging.WARNING, fault)
-
-    def _say(self, level, text):
-        logger.log(level, "%s", text)
+        logger.warning("%s", fault)

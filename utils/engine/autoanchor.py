@@ -137,7 +137,7 @@ def kmean_anchors(dataset, n=9, imgsz=640, thr=4.0, gen=1000):
 def _evolve(anchors, wh, thr, generations):
     """Mutate `anchors` [n x 2] at random and keep what fits the boxes `wh` [m x 2, float32] better."""
     best = _fitness(anchors, wh, thr)
-    bar = progress(range(generations), desc="Evolving anchors")
+    bar = progress(range(generations), desc="Evolving anchors", unit="generation")
     for _ in bar:
         mutant = (anchors * _mutation(anchors.shape)).clip(min=TINY_PIXELS)
         fitness = _fitness(mutant, wh, thr)

@@ -65,7 +65,7 @@ def evaluate(
     weight, names = next(model.parameters()), class_names(names, taken=("background",))
     scores, confusion = DetectionScores(), ConfusionMatrix(nc)
     losses, grids, seconds = [], [], {"inference": 0.0, "nms": 0.0}
-    for index, (images, targets, paths, shapes) in enumerate(progress(loader, desc="scoring")):
+    for index, (images, targets, paths, shapes) in enumerate(progress(loader, desc="scoring", unit="batch")):
         images, targets = images.to(weight.device, weight.dtype) / 255, targets.to(weight.device)
         shape = images.shape[2:]
         with timed(seconds, "inference", weight.device):

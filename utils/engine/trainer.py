@@ -90,7 +90,8 @@ class Trainer:
                 f"{stored.path} has had {progress.start_epoch} epochs, so --epochs {epochs} leaves nothing to train: "
                 "give more epochs, or start anew from the best.pt of a finished run, which holds no training state"
             )
-        logger.info("Continuing the training of %s after epoch %d", stored.path, stored.epoch)
+        if not resume:  # that says so itself
+            logger.info("Continuing the training of %s after epoch %d", stored.path, stored.epoch)
         return progress
 
     def _restore_optimizer(self, stored):

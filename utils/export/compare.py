@@ -1,7 +1,6 @@
 """Run an exported file in its runtime, on images, beside the PyTorch module that it was made of."""
 
 import logging
-import textwrap
 from itertools import islice
 
 import cv2
@@ -16,6 +15,7 @@ from utils.data.transforms import letterbox
 from utils.export.outputs import OnnxDetections, TensorRTDetections, as_list
 from utils.export.writers import quiet
 from utils.ops.boxes import box_iou
+from utils.system.files import folded
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ def _check(runtime, module, run, reference, images, shapes, compare):
             hint = "; nearly equal scores, as of an untrained model, do that" if LOST in wrong else ""
             raise ValueError(f"{place} differs from PyTorch in {' and '.join(wrong)}: {in_words(worst)}{hint}")
         said = f"{place}, largest differences: {in_words(worst)}"
-        logger.info("%s", textwrap.fill(said, 79, initial_indent="  ", subsequent_indent="    "))
+        logger.info("%s", folded(f"  {said}", 79))
 
 
 @torch.no_grad()
@@ -122,7 +122,7 @@ def beyond_rounding(worst):
 
 
 def in_words(worst):
-    return ", ".join(f"{name} {value:.2g} (of {largest:.4g})" for name, (value, largest) in worst.items())
+    return ", ".join(f"{name}: {value:.2g} (values up to {largest:.4g})" for name, (value, largest) in worst.items())
 
 
 def _allowed(name, largest):

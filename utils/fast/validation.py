@@ -78,7 +78,7 @@ class FastValidation:
         """(Found, the loss items [3] of each batch)."""
         weight = next(model.parameters())
         found, losses = Found(weight.device), []
-        for index, (images, targets, _, shapes) in enumerate(progress(loader, desc="scoring")):
+        for index, (images, targets, _, shapes) in enumerate(progress(loader, desc="scoring", unit="batch")):
             images = images.to(weight.device, non_blocking=True)
             if not getattr(self.network, "takes_bytes", False):
                 images = images.to(weight.dtype, memory_format=layout) / 255

@@ -110,7 +110,7 @@ class RunReport:
         self.mean_losses = torch.full((4,), math.nan)
         self.num_labels = self.image_size = 0
         self.tensorboard.begin_epoch()
-        self.bar = progress(batches, total=num_batches, bar_format=BAR, desc=self._title())
+        self.bar = progress(batches, total=num_batches, bar_format=BAR, desc=self._title(), unit="batch")
         return self.bar
 
     def exclude(self, seconds: float) -> None:

@@ -24,7 +24,7 @@ from utils.metrics.coco_annotations import (
 )
 from utils.metrics.names import image_names
 from utils.ops.boxes import xyxy2xywh
-from utils.system.files import atomic_write, printable
+from utils.system.files import atomic_write, below, folded, printable
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def open_results(data, split, names, image_files):
     plain = CocoResults(numbers, COCO_CATEGORY_IDS if data.is_coco else list(range(len(names))))
     path, places = find_annotations(getattr(data, split), split, data.annotations if split == "val" else None)
     if path is None:
-        where = ", ".join(map(printable, places))
+        where = ", ".join(printable(below(place, ".")) for place in places)
         logger.warning("no official COCO score, for lack of annotations; looked for %s", where)
         return plain
     try:
@@ -70,7 +70,7 @@ def open_results(data, split, names, image_files):
         logger.warning("no official COCO score: %s", reason)
         plain.problem = str(reason)
         return plain
-    logger.info("official COCO score with the annotations %s", printable(path))
+    logger.info("official COCO score with the annotations %s", printable(below(path, ".")))
     return CocoResults(image_ids, category_ids, content, path)
 
 
@@ -166,7 +166,7 @@ def official_scores(annotations, rows, image_ids, category_ids):
         evaluator.summarize()
     scores = CocoScores(*(float(value) if value >= 0 else math.nan for value in evaluator.stats[:12]))
     words = [f"{name} {'none' if math.isnan(value) else f'{value:.3f}'}" for name, value in scores._asdict().items()]
-    logger.info("COCO: %s", ", ".join(words))
+    logger.info("%s", folded(f"COCO: {', '.join(words)}"))
     return scores
 
 

@@ -14,7 +14,7 @@ from utils.system.files import duration
 
 logger = logging.getLogger("train")
 
-LONGEST_LINE = 79  # columns; a longer command goes on in the next line
+LONGEST_LINE, LONGEST_COMMAND = 100, 79  # columns; what is longer goes on in the next line
 COLUMNS = slice(8, 12)  # of results.txt: P, R, mAP@.5, mAP@.5:.95
 
 
@@ -31,12 +31,11 @@ def log_result(opt: Namespace, progress, clock: TrainingClock, seconds: float, w
     places = np.flatnonzero(rows[:, 0] == progress.best_epoch)  # -1 where the checkpoint did not say
     best = rows[places[-1] if len(places) else int(scores.argmax())]
     since = f" since epoch {progress.start_epoch}" if progress.start_epoch else ""
-    parts = [
-        f"best mAP@.5 {best[10]:.3f} / {best[11]:.3f} at epoch {best[0]:.0f} of {rows[-1, 0] + 1:.0f}",
-        f"{duration(seconds)}{since}",
-    ]
+    numbers = f"{best[0]:.0f}" + (f" of 0-{rows[-1, 0]:.0f}" if rows[-1, 0] else "")
+    parts = [f"best mAP@.5 {best[10]:.3f}, mAP@.5:.95 {best[11]:.3f} at epoch {numbers}", f"{duration(seconds)}{since}"]
     parts += [per_second(clock.total_rate)] if progress.trained else []
-    logger.info("%s -> %s", ", ".join(parts), opt.save_dir)
+    line = f"{', '.join(parts)} -> {opt.save_dir}"
+    logger.info("%s", line if len(line) <= LONGEST_LINE else line.replace(" -> ", "\n    -> ", 1))
     if weights:
         logger.info("%s", test_command(opt, weights[-1]))
 
@@ -46,4 +45,4 @@ def test_command(opt: Namespace, weights: Path) -> str:
     words = ["python", "test.py", "--weights", str(weights), "--data", str(opt.data), "--img", str(opt.img_size[-1])]
     words += ["--single-cls"] * opt.single_cls + ["--v5-metric"] * opt.v5_metric
     line = shlex.join(words)
-    return line if len(line) <= LONGEST_LINE else line.replace(" --data", " \\\n    --data", 1)
+    return line if len(line) <= LONGEST_COMMAND else line.replace(" --data", " \\\n    --data", 1)

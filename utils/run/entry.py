@@ -1,5 +1,6 @@
 """How the programs start: log format, and errors of the user as one line instead of a traceback."""
 
+import argparse
 import atexit
 import errno
 import gc
@@ -15,7 +16,7 @@ from tqdm import tqdm
 
 from utils.system.children import end_with_starter
 from utils.system.distributed import lost_process
-from utils.system.files import printable
+from utils.system.files import folded, printable
 from utils.system.streams import LastingStream, keep_streams
 
 # Modules whose warnings are about this process and its batches; what the others warn of is the same in every process.
@@ -56,6 +57,7 @@ def set_logging(rank: int = -1, local_rank: int = -1) -> None:
     if rank > 0 and local_rank != 0:
         handler.addFilter(lambda record: record.levelno > logging.WARNING or record.name in OWN_NEWS)
     logging.basicConfig(handlers=[handler], level=logging.INFO if rank <= 0 else logging.WARNING)
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # its first start has news that nobody can use
 
 
 def run(main: Callable[[Namespace], None], opt: Namespace) -> None:
@@ -168,6 +170,14 @@ def _describe(error, opt):
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
     # the loader sends the whole traceback of a worker as text; its last line is the sentence
     return lines[-1].removeprefix("ValueError: ") if "Original Traceback" in str(error) else " ".join(lines)
+
+
+class Help(argparse.HelpFormatter):
+    """For tools that are described by their docstring: paragraphs as wide as the terminal, commands as they are."""
+
+    def _fill_text(self, text, width, indent):
+        parts = text.strip("\n").split("\n\n")
+        return "\n\n".join(part if "\n " in f"\n{part}" else folded(" ".join(part.split()), width, 0) for part in parts)
 
 
 class _Handler(logging.StreamHandler):

@@ -5,7 +5,6 @@ An opt-in module is imported when its row is chosen, never before: a run without
 
 import logging
 import os
-import textwrap
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -25,6 +24,7 @@ from utils.loss import losses_by_epoch
 from utils.system import distributed
 from utils.system.compilers import why_no_kernels
 from utils.system.cores import usable_cores
+from utils.system.files import folded
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ def choose(opt: Namespace, device: torch.device) -> Paths:
         rows.append(("amp", precision, asked(opt, "amp") or default))
     for row in [("seam", "chosen", "why"), *rows] if rows else ():
         line = "{:<11} | {} | {}".format(*row)
-        logger.info("%s", textwrap.fill(line, 79, subsequent_indent=" " * 14, break_on_hyphens=False))
+        logger.info("%s", folded(line, 79, indent=14))
     if asked(opt, "sync_interval") and not wanted_for_a_step(opt, "fast_step"):
         logger.warning("--sync-interval %d has no effect without --fast-step", opt.sync_interval)
     return paths

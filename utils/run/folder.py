@@ -20,7 +20,15 @@ from utils.engine.checkpoint_reader import full_state_path, read_checkpoint
 from utils.run import restarts
 from utils.run.entry import NothingToDo
 from utils.system.distributed import Ranks
-from utils.system.files import check_can_be_made, check_file, increment_path, printable, remove_leftovers
+from utils.system.files import (
+    below,
+    check_can_be_made,
+    check_file,
+    counted,
+    increment_path,
+    printable,
+    remove_leftovers,
+)
 from utils.system.folder_lock import check_free, own
 from utils.system.rendezvous import text_of_rank_zero
 
@@ -112,6 +120,7 @@ def resumed_options(opt: Namespace, ranks: Ranks, is_restart: bool = False) -> N
     After a restart the command line is that of the start, and says nothing new.
     """
     last = Path(os.path.abspath(opt.resume if isinstance(opt.resume, str) else newest_checkpoint()))
+    here = Path.cwd()
     if not ranks.is_main and not last.is_file():
         raise ValueError(f"{last}, which rank 0 resumes, is not on the machine of rank {ranks.rank}: copy the run "
                          "folder there, to the same place, or put it on a disk that all machines share")  # fmt: skip
@@ -129,28 +138,29 @@ def resumed_options(opt: Namespace, ranks: Ranks, is_restart: bool = False) -> N
     typed = explicit_options(train_parser())
     ignored = sorted(name for name in typed if TRAIN_FLAGS[name].resume == KEPT)
     if ignored and not is_restart:
-        logger.warning("--resume keeps the options of %s; ignored: %s", run, ", ".join(ignored))
+        logger.warning("--resume keeps the options of %s; ignored: %s", below(run, here), ", ".join(ignored))
     vars(old).update({name: value for name, value in typed.items() if name not in ignored})
 
     if checkpoint.optimizer is None or checkpoint.epoch is None:
-        raise NothingToDo(f"{last} is finished and holds no training state: start a new run with --weights {last}")
-    _refuse_finished(checkpoint, old, run)
+        found = below(last, here)
+        raise NothingToDo(f"{found} is finished and holds no training state: start a new run with --weights {found}")
+    _refuse_finished(checkpoint, old, below(run, here))
     old.resume = True
     try:
         check_train_options(old)
     except ValueError as error:
         also = " with what was typed" if typed.keys() - {"resume", *ignored} else ""
         raise ValueError(f"{run / 'opt.yaml'}{also}: {error}") from error
-    old.cfg, old.weights, old.save_dir = "", str(last), str(run)
     folder = _folder_of_paths(started, run, old.data)
     if folder is None:
-        folder, old.data = Path.cwd(), _found_from_here(old.data, run)
+        folder, old.data = here, _found_from_here(old.data, run)
         if not Path(old.hyp).is_absolute():  # a namesake may lie here
             old.hyp = ""
-    old.working_dir = str(folder)
+    old.working_dir, old.cfg = str(folder), ""
+    old.weights, old.save_dir = str(below(last, folder)), str(below(run, folder))
     old.hyp = old.hyp if (folder / old.hyp).is_file() else str(run / "hyp.yaml")
-    where = "" if folder == Path.cwd() else f"; relative paths count from {folder}"
-    logger.info("Resuming %s after epoch %d%s", run, checkpoint.epoch, where)
+    where = "" if folder == here else f"; relative paths count from {folder}"
+    logger.info("Resuming %s after epoch %d%s", old.save_dir, checkpoint.epoch, where)
     return old
 
 
@@ -189,7 +199,7 @@ def _found_from_here(data, run):
     """The data yaml of a run that does not say where it was started, or was started in a folder that is gone."""
     found = check_file(data)
     logger.warning("the folder where %s was started is not known or gone: what is relative, such as %s, counts from %s",
-                   run, data, Path.cwd())  # fmt: skip
+                   below(run, Path.cwd()), data, Path.cwd())  # fmt: skip
     return found
 
 
@@ -205,7 +215,7 @@ def _refuse_finished(checkpoint, opt, run):
     if is_stopped and checkpoint.epoch + 1 < opt.epochs:
         raise NothingToDo(f"{run} was stopped by --patience {opt.patience} after epoch {checkpoint.epoch}; --resume "
                           "with a larger --patience goes on")  # fmt: skip
-    raise NothingToDo(f"{run} has finished its {opt.epochs} epochs; --resume with a larger --epochs goes on")
+    raise NothingToDo(f"{run} has finished its {counted(opt.epochs, 'epoch')}; --resume with a larger --epochs goes on")
 
 
 def newest_checkpoint() -> Path:

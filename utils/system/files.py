@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import sys
+import textwrap
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -182,6 +183,12 @@ def remove_leftovers(folder, name=None):
             logger.info("%s of a run that was killed is removed", printable(path))
 
 
+def below(path, folder):
+    """`path` as it is called from `folder`, if it lies below it; else its absolute path."""
+    path, folder = Path(os.path.abspath(path)), Path(os.path.abspath(folder))
+    return path.relative_to(folder) if path.is_relative_to(folder) else path
+
+
 def read_text(path):
     """The text of a file, whatever program wrote it.
 
@@ -232,6 +239,11 @@ def split_lines(text):
 def counted(number, one, many=None):
     """`1 image`, `2 images`: a number with the noun that it needs; `many` where an s is not enough."""
     return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def folded(text, width=99, indent=4):
+    """`text` in lines of at most `width` columns, the later ones indented; a word stays whole."""
+    return textwrap.fill(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def duration(seconds):

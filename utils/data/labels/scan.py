@@ -138,7 +138,7 @@ def _scan(img_files, label_files, title, forms, row_forms):
         warnings.filterwarnings("ignore", module="PIL")  # what is wrong with an image is reported below
         files = zip(img_files, label_files, repeat(forms))
         found = pool.map(_scan_one, files, chunksize=16)
-        records = list(progress(found, desc=title, total=len(img_files)))
+        records = list(progress(found, desc=title, total=len(img_files), unit="img"))
     told, row_findings = ({}, []) if forms.box_only else _judge_rows(records, label_files, row_forms)
     kept = [index for index, record in enumerate(records) if record.status != DROPPED]
     findings = gather(note for record in records for note in record.notes) + row_findings
