@@ -132,6 +132,13 @@ def compute_losses():
         compute_loss(maps, case.targets, case.images)[0].backward()
 
 
+def suppress_boxes():
+    from utils.fast import nms_triton
+
+    counts = torch.full((2,), 5)
+    nms_triton.suppress(torch.rand(10, 6), counts - 5, counts, 0.6, 300, 4096)
+
+
 LAUNCHES = {
     "yolov7-tiny": lambda: train_a_fused_model("yolov7-tiny"),
     **({"yolov7": lambda: train_a_fused_model("yolov7")} if EVERYTHING else {}),
@@ -141,6 +148,7 @@ LAUNCHES = {
     "augmentation": augment_a_batch,
     "composing": compose_a_batch,
     "losses": compute_losses,
+    "nms": suppress_boxes,
 }
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from models.yolo import Model
-from tests import small_run
+from tests import small_run, triton_cases
 from utils.datasets import create_dataloader
 from utils.engine.evaluate import evaluate
-from utils.fast import nms, validation
+from utils.fast import validation
 from utils.fast.validation import FastValidation
 from utils.loss.criterion import ComputeLoss
 from utils.ops.boxes import scale_coords, xywh2xyxy
@@ -40,15 +40,13 @@ def case(tmp_path_factory):
     return model.eval(), loader, compute_loss
 
 
-@pytest.fixture(params=["image by image", "batched"])
-def suppression(request, monkeypatch):
-    """Both forms of NMS; a CPU would choose the first."""
-    if request.param == "batched":
-        monkeypatch.setattr(validation, "detect", nms.non_max_suppression)
+@triton_cases.needs_triton
+def test_suppression_of_a_whole_batch():
+    triton_cases.run("tests/fast/nms_cases.py")
 
 
 @pytest.mark.parametrize("options", [{}, {"single_cls": True}, {"v5_metric": True}, {"conf_thres": 0.9}], ids=str)
-def test_equal_results(case, options, suppression):
+def test_equal_results(case, options):
     model, loader, compute_loss = case
     expected = evaluate(model, loader, 2, ["a", "b"], compute_loss=compute_loss, **options)
     quick = FastValidation()
@@ -60,6 +58,28 @@ def test_equal_results(case, options, suppression):
         assert found.scores.num_predictions == expected.scores.num_predictions
         assert found.scores.num_images == 14 and found.scores.num_labels == 11
     assert options or (expected.scores.num_predictions > 1000 and expected.results[3] > 0)
+
+
+def test_a_model_is_fused_once_and_may_read_bytes(case):
+    model, loader, compute_loss = case
+    fused = []
+
+    class Fused(torch.nn.Module):
+        takes_bytes = True
+
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+            fused.append(self)
+
+        def forward(self, images):
+            assert images.dtype == torch.uint8 and not self.training
+            return self.model(images / 255)
+
+    quick = FastValidation().fused_by(Fused)
+    expected = FastValidation()(model, loader, 2, compute_loss=compute_loss)
+    assert all(quick(model, loader, 2, compute_loss=compute_loss).results == expected.results for _ in range(2))
+    assert len(fused) == 1
 
 
 def test_without_a_loss(case):

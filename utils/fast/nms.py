@@ -1,17 +1,12 @@
-"""`nms.non_max_suppression` for all images of a batch at once: the same boxes in the same order, in few kernels.
-
-The candidates of every image, best first, are taken a block at a time. A block loses what the boxes kept so far
-overlap, then what its own better boxes overlap; images that have all their boxes take no part in the next block.
-"""
+"""`nms.non_max_suppression` for all images of a batch at once on a GPU: the same boxes in the same order."""
 
 from typing import NamedTuple
 
 import torch
 
-from utils.ops.boxes import paired_iou, xywh2xyxy
+from utils.ops.boxes import xywh2xyxy
 from utils.ops.nms import CLASS_OFFSET, MAX_CANDIDATES, MAX_DETECTIONS
 
-BLOCK = 512  # candidates
 MAX_SCORES = 1 << 27  # class scores that are looked at together; more images are taken in turns
 
 
@@ -33,10 +28,10 @@ class Detections(NamedTuple):
 
 def stacked(detections):
     """Detections of a list of [k x 6], as the reference returns it; at least one."""
-    rows = torch.zeros(len(detections), MAX_DETECTIONS, 6)
+    rows = torch.zeros(len(detections), MAX_DETECTIONS, 6, device=detections[0].device)
     for slots, found in zip(rows, detections, strict=True):
         slots[: len(found)] = found
-    return Detections(rows, torch.tensor([len(found) for found in detections]))
+    return Detections(rows, torch.tensor([len(found) for found in detections], device=rows.device))
 
 
 class Candidates(NamedTuple):
@@ -48,9 +43,12 @@ class Candidates(NamedTuple):
 
 
 def non_max_suppression(prediction, conf_thres, iou_thres):
-    """Detections of `prediction` [images x n x 5 + nc], every class of a box counted (multi-label)."""
+    """Detections of `prediction` [images x n x 5 + nc], every class of a box counted (multi-label). Needs Triton."""
     step = max(1, MAX_SCORES // max(prediction[0].numel(), 1)) if len(prediction) else 1
-    parts = [_suppress(find_candidates(part, conf_thres), iou_thres) for part in prediction.split(step)]
+    from utils.fast.nms_triton import suppress  # here: it needs Triton
+
+    found = [find_candidates(part, conf_thres) for part in prediction.split(step)]
+    parts = [suppress(*candidates, iou_thres, MAX_DETECTIONS, CLASS_OFFSET) for candidates in found]
     return Detections(*map(torch.cat, zip(*parts, strict=True)))
 
 
@@ -69,51 +67,3 @@ def find_candidates(prediction, conf_thres):
     count = torch.zeros(len(prediction), dtype=torch.long, device=rows.device)
     count.index_add_(0, image, torch.ones_like(image))
     return Candidates(rows, count.cumsum(0) - count, count.clamp(max=MAX_CANDIDATES))
-
-
-def _suppress(candidates, iou_thres):
-    """Detections of `candidates`: those that no better kept one overlaps beyond `iou_thres`."""
-    num_images, device = len(candidates.count), candidates.rows.device
-    # one more slot: there goes what nobody keeps
-    kept = torch.zeros(num_images, MAX_DETECTIONS + 1, 6, device=device)
-    num_kept = torch.zeros(num_images, dtype=torch.long, device=device)
-    for start in range(0, MAX_CANDIDATES, BLOCK):
-        active = ((num_kept < MAX_DETECTIONS) & (candidates.count > start)).nonzero()[:, 0]
-        if not len(active):
-            break
-        position = start + torch.arange(BLOCK, device=device)
-        alive = position < candidates.count[active, None]  # [active x BLOCK]
-        index = (candidates.first[active, None] + position).clamp(max=len(candidates.rows) - 1)
-        block = candidates.rows[index]
-        keep = _survivors(block, alive, kept[active, :-1], num_kept[active], iou_thres)
-        slot = (num_kept[active, None] + keep.cumsum(1) - 1).clamp(max=MAX_DETECTIONS)
-        slot = torch.where(keep, slot, MAX_DETECTIONS)
-        kept[active[:, None], slot] = block
-        num_kept[active] = (num_kept[active] + keep.sum(1)).clamp(max=MAX_DETECTIONS)
-    detections = Detections(kept[:, :-1], num_kept)
-    return detections._replace(rows=detections.rows * detections.valid[..., None])
-
-
-def _survivors(block, alive, kept, num_kept, iou_thres):
-    """Which rows of `block` [a x b x 6] stay, [a x b]: they are `alive`, and no row of `kept` [a x k x 6] or better
-    row of the block that stays overlaps them."""
-    shifted, kept_shifted = _apart(block), _apart(kept)
-    is_kept = torch.arange(kept.shape[1], device=block.device) < num_kept[:, None]
-    if is_kept.any():
-        hit = paired_iou(kept_shifted[:, :, None], shifted[:, None]) > iou_thres
-        alive = alive & ~(hit & is_kept[..., None]).any(1)
-    overlaps = (paired_iou(shifted[:, :, None], shifted[:, None]) > iou_thres).triu(1)  # [a x better x worse]
-    # What a row does depends on better rows only. So after i rounds the first i rows at least are settled, and when
-    # nothing changes all are: chains of rows that suppress each other are short.
-    keep = alive
-    while True:
-        settled = alive & ~(overlaps & keep[..., None]).any(1)
-        if torch.equal(settled, keep):
-            return keep
-        keep = settled
-
-
-def _apart(rows):
-    """Boxes [... x 4] of `rows` [... x 6], those of each class on a plane of their own."""
-    # stock behaviour: a fixed offset, so on inputs above 4096 pixels neighbouring classes can meet
-    return rows[..., :4] + rows[..., 5:6] * CLASS_OFFSET

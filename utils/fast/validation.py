@@ -20,6 +20,7 @@ from utils.loss.multi_head import has_several_heads, in_float32, level_shapes
 from utils.metrics.detection import IOU_THRESHOLDS, Scores
 from utils.ops import nms
 from utils.ops.boxes import xywh2xyxy
+from utils.system.compilers import why_no_kernels
 from utils.system.progress import progress
 
 
@@ -106,8 +107,8 @@ class FastValidation:
 
 
 def detect(predictions, conf_thres, iou_thres):
-    """Detections of `predictions` [images x n x 5 + nc]; on a CPU image by image, which is quicker there."""
-    if predictions.device.type != "cpu":
+    """Detections of `predictions` [images x n x 5 + nc]; without a GPU and Triton image by image."""
+    if why_no_kernels(predictions.device) is None:
         return nms_batched.non_max_suppression(predictions, conf_thres, iou_thres)
     return nms_batched.stacked(nms.non_max_suppression(predictions, conf_thres, iou_thres, multi_label=True))
 
