@@ -1,11 +1,12 @@
-"""Validation: `engine.evaluate` beside --fast-val on the same model and loader, and what share of an epoch that is.
+"""Validation: `engine.evaluate` beside --fast-val, alone and with the fused kernels of --fast, on the same model and
+loader, and what share of an epoch that is.
 
     python tests/bench_val.py [--images 5000] [--img 320] [--batch 128] [--weights best.pt] [--rate 5600]
 
 5,000 drawn pictures of 640 x 480 (copies of 250), kept in RAM. Without --weights the model is an untrained yolov7-tiny
 whose objectness is shifted until an image has about --candidates boxes above the threshold. Each side runs once to warm
 up, then --repeats times; medians with the extremes. `share` is the part of an epoch of 118,287 images, trained at
---rate images a second, that a validation of 5,000 is. The parts of the fast side are timed in a further pass, which
+--rate images a second, that a validation of 5,000 is. The parts of the fast sides are timed in a further pass, which
 waits for the device after each.
 """
 
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -35,9 +36,10 @@ from tools.bench_loader import write_images  # noqa: E402
 from utils.config.hyp import load_hyp, scale_hyp  # noqa: E402
 from utils.datasets import create_dataloader  # noqa: E402
 from utils.engine.evaluate import evaluate  # noqa: E402
-from utils.fast import metrics, nms, validation  # noqa: E402
+from utils.fast import metrics, validation  # noqa: E402
 from utils.fast.nms import find_candidates  # noqa: E402
 from utils.loss.criterion import ComputeLoss  # noqa: E402
+from utils.system.compilers import why_no_kernels  # noqa: E402
 
 NUM_CLASSES = 80
 COCO_TRAIN, COCO_VAL = 118_287, 5_000
@@ -79,11 +81,6 @@ def shift_objectness(model, images, wanted):
     print(f"{found:.0f} candidates an image")
 
 
-def searching(quick, *args, **kwargs):
-    with mock.patch.object(validation, "without_search", nullcontext):
-        return quick(*args, **kwargs)
-
-
 def timed(function, device):
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -94,8 +91,8 @@ def timed(function, device):
     return time.perf_counter() - start, result
 
 
-def parts(run, model, loader, device):
-    """Seconds of a pass of the fast side by part, each waited for; and of a pass of the loader alone."""
+def parts(run, network, loader, device):
+    """Seconds of a pass of a fast side by part, each waited for; and of a pass of the loader alone."""
     seconds = defaultdict(float)
 
     def watch(owner, name, label):
@@ -110,7 +107,7 @@ def parts(run, model, loader, device):
 
     seconds["loader alone"], _ = timed(lambda: [None for _ in loader], device)
     with (
-        watch(model, "forward", "forward"), watch(validation, "detect", "nms"),
+        watch(network, "forward", "forward"), watch(validation, "detect", "nms"),
         watch(validation.Found, "add", "match"), watch(metrics, "precision_recall", "curves"),
         watch(validation.BatchedLoss, "compute", "loss"),
     ):  # fmt: skip
@@ -121,7 +118,6 @@ def parts(run, model, loader, device):
 def main():
     options = parse()
     logging.disable(logging.INFO)
-    nms.BLOCK = options.block
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     torch.backends.cudnn.benchmark = True
     with tempfile.TemporaryDirectory() as folder:
@@ -131,15 +127,18 @@ def main():
             cache=True, workers=options.workers, persistent_workers=True, worker_tensor=True,
         )  # fmt: skip
         model, compute_loss, nc = make_model(options, loader, device)
-        quick, names = validation.FastValidation(), list(model.names)
+        sides = {"reference": evaluate, "--fast-val": validation.FastValidation()}
+        if why_no_kernels(device) is None:
+            from models.fused.network import quietly_fused
+
+            sides["--fast"] = validation.FastValidation(quietly_fused)
         runs = {
-            "reference": lambda: evaluate(model, loader, nc, names, compute_loss=compute_loss),
-            "fast": lambda: quick(model, loader, nc, names, compute_loss=compute_loss),
-            "fast, cuDNN searching": lambda: searching(quick, model, loader, nc, names, compute_loss=compute_loss),
+            name: partial(score, model, loader, nc, list(model.names), compute_loss=compute_loss)
+            for name, score in sides.items()
         }
         first = {name: timed(run, device) for name, run in runs.items()}
         taken = {name: [timed(run, device)[0] for _ in range(options.repeats)] for name, run in runs.items()}
-        of_parts = parts(runs["fast"], model, loader, device)
+        of_parts = {name: parts(runs[name], quick.network, loader, device) for name, quick in list(sides.items())[1:]}
         show(options, device, first, taken, of_parts)
 
 
@@ -158,7 +157,8 @@ def show(options, device, first, taken, of_parts):
             f"| {name} | {middle:.3f} ({min(seconds):.3f}-{max(seconds):.3f}) | {first[name][0]:.2f} | "
             f"{100 * scaled / (scaled + epoch):.1f} % | {results[2]:.9f} | {results[3]:.9f} | {losses} |"
         )
-    lines += ["", "fast, by part [s]: " + ", ".join(f"{name} {value:.3f}" for name, value in of_parts.items())]
+    for name, seconds in of_parts.items():
+        lines += ["", f"{name}, by part [s]: " + ", ".join(f"{part} {value:.3f}" for part, value in seconds.items())]
     print("\n".join(lines))
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -174,7 +174,6 @@ def parse():
     parser.add_argument("--weights", default="", help="a checkpoint instead of an untrained yolov7-tiny")
     parser.add_argument("--candidates", type=int, default=2000, help="an image, of the untrained model")
     parser.add_argument("--rate", type=float, default=5600, help="images a second in training")
-    parser.add_argument("--block", type=int, default=nms.BLOCK, help="candidates in a block of the batched NMS")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--device", default="")

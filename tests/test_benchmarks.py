@@ -18,7 +18,7 @@ STEPS = ("draw the mosaic", "labels in pixels", "draw the transform", "paint", "
 SMALL = {  # options, and patterns of what they have to print
     "tests/bench_val.py": (
         "--images 8 --img 64 --batch 4 --repeats 1 --workers 1 --candidates 20 --device cpu",
-        [r"\| reference \|", r"\| fast \|", *(rf"fast, by part.* {part} \d" for part in PARTS)],
+        [r"\| reference \|", r"\| --fast-val \|", *(rf"--fast-val, by part.* {part} \d" for part in PARTS)],
     ),
     "tests/bench_detect.py": (
         "--images 6 --img 64 --batch 4 --repeats 1 --candidates 20 --device cpu --save",
