@@ -118,7 +118,7 @@ class Watch(threading.Thread):
         while True:
             arrived = select.select([self.signals], [], [], self.period)[0]
             if arrived and signal.SIGTERM in os.read(self.signals, 4096):
-                self.end(f"ended by SIGTERM, as launchers do when another process of the run has ended{RESUME_ADVICE}")
+                self.end(f"ended by SIGTERM, as launchers do when they or another process end{RESUME_ADVICE}")
             if self.stopped.is_set():
                 break
             self._report(1)
