@@ -23,7 +23,7 @@ from utils.fast.train_step import FastSteps
 from utils.ops import cuda_graph
 from utils.plots.run import read_results
 from utils.run import entry
-from utils.system.distributed import unwrap
+from utils.system.distributed import gather_everywhere, unwrap
 from utils.system.watch import START, Watch
 
 CPU = torch.device("cpu")
@@ -122,7 +122,12 @@ def test_whole_runs_agree(tmp_path):
 
 
 def differ(rank):
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(rank)  # of a machine whose own process failed, and another one
+    earlier = open_exchange(CPU)
+    earlier.finish()
     exchange = open_exchange(CPU)
+    keys = gather_everywhere(exchange.watch.keys)
+    assert keys[0] == keys[1] and not {*keys[0]} & {*earlier.watch.keys}
     exchange.is_started = True
     exchange.begin_epoch(None)
     assert exchange.watch.next_limit == START, "all have come; an epoch whose only exchange is its end ends as well"

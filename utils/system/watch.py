@@ -9,9 +9,9 @@ long, though all report, tells of a process that lives but does not go on. Witho
 meeting before an epoch: rank 0 may still validate, or somebody read images.
 """
 
-import itertools
 import math
 import os
+import secrets
 import select
 import signal
 import sys
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from utils.system.distributed import RESUME_ADVICE, exchange_advice
+from utils.system.rendezvous import text_of_rank_zero
 
 PERIOD = 5.0  # seconds between two reports, at most
 SILENCE = 0.8  # of the timeout: so long may a process be silent
@@ -46,16 +47,13 @@ class Pending:
 class Watch(threading.Thread):
     """Ends this process if another one gives no sign for most of `timeout` seconds, or an exchange takes so long."""
 
-    numbers = itertools.count()  # of the runs in a process, the same in all processes
     running: "Watch | None" = None
 
-    def __init__(self, rank, world_size, timeout, device):
+    def __init__(self, rank, world_size, timeout, device, name):
         super().__init__(daemon=True, name="watch")
         self.rank, self.timeout, self.device = rank, timeout, device
         self.period = min(PERIOD, timeout / 10)
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        run = f"yolov7fast/{attempt}/{next(self.numbers)}"
-        self.keys = [f"{run}/{other}" for other in range(world_size)]
+        self.keys = [f"yolov7fast/{name}/{other}" for other in range(world_size)]
         self.store, self.stopped = None, threading.Event()
         self.reports, self.heard = [None] * world_size, [time.monotonic()] * world_size
         self.pending, self.next_limit = None, timeout
@@ -66,7 +64,9 @@ class Watch(threading.Thread):
     def of_process(cls, rank: int, world_size: int, timeout: float, device: torch.device) -> "Watch":
         """The watch of this process; it begins with the first call, which may come before there is a group."""
         if cls.running is None:
-            cls.running = Watch(rank, world_size, timeout, device)
+            # reports of before a restart may still lie in the store, and machines count restarts differently
+            name = text_of_rank_zero(secrets.token_hex(8), rank, world_size)
+            cls.running = Watch(rank, world_size, timeout, device, name)
             cls.running.start()
         return cls.running
 
