@@ -3,7 +3,9 @@
 import os
 import shutil
 import signal
+import time
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,11 +31,14 @@ def launch(errors, body, *args):
 
 
 def train_and_die_once(line):
-    """train.py, but its second process is killed in the middle of epoch 2, once."""
-    train_one_epoch = train.train_one_epoch
+    """train.py --resume, but its second process is killed in epoch 2, once, when the checkpoint of epoch 1 is there."""
+    train_one_epoch, last = train.train_one_epoch, Path(line[1])
+    begun = last.stat().st_mtime_ns
 
     def killed_in_epoch_2(epoch, *others):
         if epoch == 2 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            while last.stat().st_mtime_ns == begun:  # the first process writes it
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         return train_one_epoch(epoch, *others)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import cv2
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -94,7 +95,7 @@ def _reference_sampler(dataset, rank, world_size):
     """The order of a process among several; None (that of the data set) for a single one."""
     if rank == -1:
         return None
-    if dataset.rect:  # a batch of images of one shape must stay whole
+    if dataset.rect and len(np.unique(dataset.batch_shapes, axis=0)) > 1:  # a batch of images of one shape stays whole
         return Positions(EpochOrder(len(dataset), rank=rank, world_size=world_size, blocks=dataset.batch))
     return DistributedSampler(dataset)
 
