@@ -48,6 +48,7 @@ from utils.run.evolve import evolve
 from utils.run.folder import open_run_folder, prepare_train_options
 from utils.run.loaders import open_loaders
 from utils.system import distributed, folder_lock, random_state
+from utils.system.watch import Watch
 
 logger = logging.getLogger("train")
 
@@ -67,13 +68,18 @@ def main(opt):
     if explain:
         print(explain(build_model(run)[0], hyp, data.nc, opt.img_size[0]))
         return
+    several = ranks.world_size > 1
+    watch = Watch.of_process(ranks.rank, ranks.world_size, opt.loader_timeout, run.device) if several else None
     distributed.start_processes(ranks, run.device)
+    run.check_alike()
     auto_batch.settle(run, lambda: build_model(run)[0])
     if opt.evolve:
         open_run_folder(opt, ranks)
         evolve(lambda changed: train(replace(run, hyp=changed)), hyp, opt.save_dir, opt.evolve)
     else:
         train(run)
+    if watch:
+        watch.stop()
     distributed.stop_processes()
 
 
@@ -91,6 +97,7 @@ def train(given):
     stride = max(int(model.stride.max()), 32)
     loaders = open_loaders(run, paths, stride, progress.start_epoch, lambda: build_model(run)[0])
     resume.note_images(progress, loaders.dataset.img_files, opt)
+    run.check_alike(model, loaders.dataset.labels)
     report, checkpoints = open_records(given, paths, progress, heads_of(model))
     report.also(steps.scalars)
     if not opt.resume:
@@ -117,7 +124,7 @@ def train(given):
     validate = partial(validate_ema, run, paths, trainer.ema, loaders.val, validation_loss)
 
     started = time.monotonic()
-    trainable = Trainable(int(model.stride.max()))
+    trainable = Trainable(int(model.stride.max()), ranks.world_size > 1)
     random_state.resume(progress, ranks)
     for epoch in early_stopping.epochs_to_train(progress, opt.patience, ranks, device):
         if loaders.enter(epoch):  # another image size

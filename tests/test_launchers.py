@@ -3,7 +3,9 @@
 import os
 import shutil
 import signal
+import time
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,11 +31,14 @@ def launch(errors, body, *args):
 
 
 def train_and_die_once(line):
-    """train.py, but its second process is killed in the middle of epoch 2, once."""
-    train_one_epoch = train.train_one_epoch
+    """train.py --resume, but its second process is killed in epoch 2, once, when the checkpoint of epoch 1 is there."""
+    train_one_epoch, last = train.train_one_epoch, Path(line[1])
+    begun = last.stat().st_mtime_ns
 
     def killed_in_epoch_2(epoch, *others):
         if epoch == 2 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            while last.stat().st_mtime_ns == begun:  # the first process writes it
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         return train_one_epoch(epoch, *others)
 
@@ -131,6 +136,44 @@ def train_there(folders, rank):
     small_run.leave("train", ON_A_MACHINE)
 
 
+def train_on(folders, tmp_path):
+    """What the processes of two machines say."""
+    ended = run_ranks(partial(train_there, folders), tmp_path)
+    assert [process.status for process in ended] == [2, 2]
+    return "".join(process.text for process in ended)
+
+
+def without_an_image(split, folder):
+    next((folder / "images" / split).iterdir()).unlink()
+
+
+def without_a_box(folder):
+    next((folder / "labels" / "train").iterdir()).write_text("")
+
+
+def with_text(name, before, after, folder):
+    text = (folder / name).read_text()
+    assert before in text
+    (folder / name).write_text(text.replace(before, after))
+
+
+OTHERS = {
+    "classes": partial(with_text, "data.yaml", "[red, green]", "[green, red]"),
+    "hyper-parameters": partial(with_text, "hyp.yaml", "box: 0.05", "box: 0.06"),
+    "model": partial(with_text, "cfg.yaml", "- 8\n    - 3", "- 16\n    - 3"),
+    "labels": without_a_box,
+    "validation images": partial(without_an_image, "val"),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_two_machines_with_other_files(what, machines, tmp_path):
+    folders = machines(6, 6)
+    OTHERS[what](folders[1])
+    assert f"error: rank 1 does not have the {what} of rank 0" in train_on(folders, tmp_path)
+
+
 def test_two_machines_with_other_images(machines, tmp_path):
-    outputs = [ended.text for ended in run_ranks(partial(train_there, machines(8, 6)), tmp_path)]
-    assert any("rank 0 trains on 8 images, rank 1 on 6; they are not the same" in output for output in outputs)
+    folders = machines(8, 8)
+    without_an_image("train", folders[1])
+    assert "rank 0 trains on 8 images, rank 1 on 7; they are not the same" in train_on(folders, tmp_path)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import cv2
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -17,6 +18,7 @@ from utils.data.labels.image_list import img2label_paths
 from utils.data.labels.scan import ScannedDataset
 from utils.data.mosaic import load_mosaic, load_mosaic9, load_samples
 from utils.data.paste import copy_paste, pastein, sample_segments
+from utils.data.sampler import EpochOrder, Positions
 from utils.data.stream import LoadImages
 from utils.data.training_size import load_image
 from utils.data.transforms import augment_hsv, letterbox
@@ -85,17 +87,27 @@ def create_dataloader(
             dataset, batch_size, workers, options, rank=rank, world_size=world_size, image_weights=image_weights,
             collate_fn=collate_fn, collate_fn4=collate_fn4 if quad else None,
         ), dataset  # fmt: skip
-    return _reference_loader(dataset, batch_size, workers, rank, image_weights, quad), dataset
+    sampler = _reference_sampler(dataset, rank, world_size)
+    return _reference_loader(dataset, batch_size, workers, sampler, image_weights, quad), dataset
 
 
-def _reference_loader(dataset, batch_size, workers, rank, image_weights, quad):
+def _reference_sampler(dataset, rank, world_size):
+    """The order of a process among several; None (that of the data set) for a single one."""
+    if rank == -1:
+        return None
+    if dataset.rect and len(np.unique(dataset.batch_shapes, axis=0)) > 1:  # a batch of images of one shape stays whole
+        return Positions(EpochOrder(len(dataset), rank=rank, world_size=world_size, blocks=dataset.batch))
+    return DistributedSampler(dataset)
+
+
+def _reference_loader(dataset, batch_size, workers, sampler, image_weights, quad):
     warn_about_shared_memory(workers * 2 * batch_size * 3 * dataset.max_pixels)
     # Weighted indices change every epoch, so their workers must start anew; all others live for ever.
     loader_class = DataLoader if image_weights else InfiniteDataLoader
     return loader_class(
         dataset,
         batch_size=batch_size,
-        sampler=DistributedSampler(dataset) if rank != -1 else None,
+        sampler=sampler,
         num_workers=workers,
         pin_memory=torch.cuda.is_available(),
         collate_fn=collate_fn4 if quad else collate_fn,

@@ -10,6 +10,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from utils.data.sampler import (
     EpochOrder,
+    Positions,
     ShortEpochs,
     draw_image_indices,
     labels_to_class_weights,
@@ -106,7 +107,10 @@ def test_ranks_take_turns_with_fixed_batches():
     blocks = np.array([0, 0, 0, 1, 1, 1, 2])
     assert EpochOrder(7, seed=7, blocks=blocks).positions(0) == list(range(7))
     assert EpochOrder(7, seed=7, rank=0, world_size=2, blocks=blocks).positions(0) == [0, 1, 2, 6]
-    assert EpochOrder(7, seed=7, rank=1, world_size=2, blocks=blocks).positions(0) == [3, 4, 5, 0, 1, 2]
+    second = EpochOrder(7, seed=7, rank=1, world_size=2, blocks=blocks)
+    assert second.positions(0) == [3, 4, 5, 0, 1, 2]
+    positions = Positions(second)
+    assert len(positions) == 6 and [list(positions), list(positions)] == [[3, 4, 5, 0, 1, 2]] * 2
 
 
 # epochs of at most N batches: together they run through the data set

@@ -96,3 +96,14 @@ def test_single_image_of_one_cell_is_dropped_with_one_warning(caplog):
     assert len(caplog.records) == 1 and "one image of 32 px is skipped" in caplog.text
     with pytest.raises(ValueError, match="no batch can be trained"):
         list(trainable(batches((1, 3, 32, 32))))
+
+
+def test_one_of_several_processes_makes_a_step_of_each_batch(caplog):
+    """What it left out would be missing in the exchange of gradients, and the others would wait for ever."""
+    given = batches((2, 3, 32, 32), (1, 3, 32, 32))
+    first, second = Trainable(32, is_shared=True)(given)
+    assert first is given[0] and "one image of 32 px is taken twice" in caplog.text
+    assert second.images.shape == (2, 3, 32, 32) and torch.equal(second.images[0], second.images[1])
+    targets = given[1].targets
+    assert second.targets[:3].equal(targets) and second.targets[3:, 1:].equal(targets[:, 1:])
+    assert (second.targets[3:, 0] == 1).all() and second.paths == ("a.png", "a.png")

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ from utils.fast.train_step import FastSteps
 from utils.ops import cuda_graph
 from utils.plots.run import read_results
 from utils.run import entry
-from utils.system.distributed import unwrap
+from utils.system.distributed import gather_everywhere, unwrap
+from utils.system.watch import START, Watch
 
 CPU = torch.device("cpu")
 NUM_STEPS, BAD_STEP, SCALE = 14, 2, 1024.0
@@ -120,7 +122,15 @@ def test_whole_runs_agree(tmp_path):
 
 
 def differ(rank):
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(rank)  # of a machine whose own process failed, and another one
+    earlier = open_exchange(CPU)
+    earlier.finish()
     exchange = open_exchange(CPU)
+    keys = gather_everywhere(exchange.watch.keys)
+    assert keys[0] == keys[1] and not {*keys[0]} & {*earlier.watch.keys}
+    exchange.is_started = True
+    exchange.begin_epoch(None)
+    assert exchange.watch.next_limit == START, "all have come; an epoch whose only exchange is its end ends as well"
     ones = torch.ones(3)
     exchange.end_epoch([], {"weights": ones, "momentum": ones})
     buffer = ones * rank
@@ -173,3 +183,23 @@ def test_nobody_waits_for_ever(name, tmp_path):
     first, _ = run_ranks(partial(lose_one, name), tmp_path, timeout=20)
     assert first.status == 2 and sentence in first.text and "Traceback" not in first.text
     assert first.text.strip().splitlines()[-1].startswith("error: ")
+
+
+def train_beside_a_stopped_one(line, rank):
+    """Without flags: rank 1 is stopped, rank 0 waits for it in an operation of its library."""
+
+    def stop(*_):
+        while not Watch.running.reports[1]:
+            time.sleep(0.01)
+        if rank:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.barrier()
+
+    with mock.patch.object(train, "train", stop):
+        small_run.leave("train", line)
+
+
+def test_a_run_without_flags_does_not_wait_for_ever_either(tmp_path):
+    line = small_run.arguments(tmp_path, "--batch-size", "4", "--loader-timeout", "2")
+    first, _ = run_ranks(partial(train_beside_a_stopped_one, line), tmp_path, timeout=20)
+    assert first.status == 2 and "no sign of life from rank 1 for 2 s" in first.text

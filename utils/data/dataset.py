@@ -92,6 +92,7 @@ class LoadImagesAndLabels(Dataset):
 
         self.n = len(self.img_files)
         self.indices = range(self.n)
+        self.total = self.n  # of all shares
         self.batch = np.arange(self.n) // batch_size
         if self.rect:
             self._sort_by_aspect_ratio()

@@ -91,6 +91,22 @@ class EpochOrder(Sampler):
         return filled[self.rank :: self.world_size]
 
 
+class Positions(Sampler):
+    """The positions of an EpochOrder without their epochs, for torch's own loader."""
+
+    def __init__(self, order):
+        self.order = order
+
+    def __len__(self):
+        return len(self.order)
+
+    def __iter__(self):
+        return iter([position for _, position in self.order])
+
+    def set_epoch(self, epoch):
+        self.order.set_epoch(epoch)
+
+
 class EndlessBatches:
     """The batches of a batch sampler, epoch after epoch; its length is one epoch."""
 

@@ -53,11 +53,13 @@ class Trainable:
     """Passes batches on, but drops single images whose deepest feature map is one cell.
 
     BatchNorm cannot take statistics over one value. It happens to the last batch of an epoch; the first time is
-    answered with a warning. Raises ValueError when a whole epoch consists of such batches.
+    answered with a warning. One of several processes (`is_shared`) takes such an image twice instead: it cannot know
+    whether the others have one as well, and all have to make the same steps.
+    Raises ValueError when a whole epoch consists of such batches.
     """
 
-    def __init__(self, stride):
-        self.stride, self.warned = stride, False
+    def __init__(self, stride, is_shared=False):
+        self.stride, self.is_shared, self.warned = stride, is_shared, False
 
     def __call__(self, batches):
         num_passed = 0
@@ -65,13 +67,24 @@ class Trainable:
             if len(batch.images) > 1 or max(batch.images.shape[2:]) > self.stride:
                 num_passed += 1
                 yield batch
-            elif not self.warned:
+                continue
+            if not self.warned:
                 self.warned = True
                 logger.warning(
-                    "a batch of one image of %d px is skipped each epoch: BatchNorm needs more than one value; choose "
-                    "a batch size that divides the set, or larger images", self.stride)  # fmt: skip
+                    "a batch of one image of %d px is %s each epoch: BatchNorm needs more than one value; choose "
+                    "a batch size that divides the set, or larger images", self.stride,
+                    "taken twice" if self.is_shared else "skipped")  # fmt: skip
+            if self.is_shared:
+                yield _twice(batch)
         if not num_passed:
             raise ValueError(
                 f"no batch can be trained: all are single images of at most {self.stride} px, and BatchNorm needs "
                 "more than one value; give a larger --batch-size or --img-size"
             )
+
+
+def _twice(batch):
+    """A Batch with its single image a second time."""
+    again = batch.targets.clone()
+    again[:, 0] = 1
+    return Batch(torch.cat((batch.images,) * 2), torch.cat((batch.targets, again)), tuple(batch.paths) * 2)

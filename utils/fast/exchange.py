@@ -13,8 +13,8 @@ rank 0, which validates and saves, with the same.
 import torch
 import torch.distributed as dist
 
-from utils.fast.watch import Watch
 from utils.system.distributed import broadcast_tensors, cannot_exchange, unwrap
+from utils.system.watch import START, Watch
 
 
 class Alone:
@@ -48,8 +48,7 @@ class Exchange(Alone):
         super().__init__(device)
         self.world_size = dist.get_world_size()
         self.is_started, self.length = False, None
-        self.watch = Watch(dist.get_rank(), self.world_size, timeout, device)
-        self.watch.start()
+        self.watch = Watch.of_process(dist.get_rank(), self.world_size, timeout, device)
         self._try()
 
     def _try(self):
@@ -63,6 +62,9 @@ class Exchange(Alone):
 
     def begin_epoch(self, trainer):
         self.watch.allow_waiting()  # rank 0 may still validate
+        with self.watch.exchange("the beginning of an epoch"):
+            self._differ([1])
+        self.watch.allow_waiting(START)  # somebody may compile new shapes
         if not self.is_started:
             models = unwrap(trainer.model), trainer.ema.ema
             broadcast_tensors([tensor for model in models for tensor in (*model.parameters(), *model.buffers())])

@@ -1,13 +1,22 @@
 """What one run is given; it travels in place of its parts."""
 
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from utils.config.data_yaml import DataConfig
+from utils.config.flags import TRAIN_FLAGS
 from utils.engine import optimizer, overfit
+from utils.system import distributed
 from utils.system.distributed import Ranks
+
+# Flags that may differ from machine to machine: where files lie, and how it works.
+OF_A_MACHINE = {"data", "cfg", "hyp", "weights", "head_config", "resume", "project", "name", "exist_ok", "device",
+                "verbose", "local_rank", "workers", "prefetch_factor", "micro_batch_size",
+                "loader_timeout"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -30,3 +39,17 @@ class Run:
         if self.options.auto_lr:
             hyp = optimizer.for_large_batch(hyp, self.options.total_batch_size)
         return replace(self, hyp=hyp)
+
+    def check_alike(self, model: nn.Module | None = None, labels: Sequence = ()) -> None:
+        """Raise ValueError when another process, perhaps on another machine, was given something else.
+
+        All call it: before anything is made of what they were given, and with the model and the labels of all images.
+        """
+        shapes = [(name, tuple(value.shape)) for name, value in model.state_dict().items()] if model else ()
+        distributed.check_alike({
+            "flags": {name: getattr(self.options, name) for name in TRAIN_FLAGS.keys() - OF_A_MACHINE},
+            "hyper-parameters": self.hyp,
+            "classes": self.data.names,
+            "model": shapes,
+            "labels": sum(map(len, labels)),
+        })  # fmt: skip

@@ -18,6 +18,7 @@ from utils.run import auto_batch
 from utils.run.context import Run
 from utils.run.fast_paths import COMPOSE, Paths
 from utils.system import random_state
+from utils.system.distributed import check_alike
 from utils.system.files import counted
 
 logger = logging.getLogger("train")
@@ -114,6 +115,8 @@ def open_val_loader(run, fast, stride, first_epoch, row_forms, share=None, keep=
         share=share, row_forms=row_forms, **_loader_options(opt, fast, first_epoch),
     )  # fmt: skip
     check_labels(dataset, run.data, opt.strict_data)
+    if share:
+        check_alike({"validation images": dataset.total})
     return keep(loader) if keep and len(dataset) else loader
 
 

@@ -1,5 +1,7 @@
 """Devices, processes and seeds."""
 
+import hashlib
+import json
 import logging
 import os
 import random
@@ -160,6 +162,22 @@ def gather_everywhere(value):
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def check_alike(given):
+    """Raise ValueError when another process has another value for an entry of `given`; it names those. All call it.
+
+    By way of the launcher's store: before it is known whether the processes can exchange anything else.
+    """
+    if not dist.is_initialized():
+        return
+    mine = {name: hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+            for name, value in given.items()}  # fmt: skip
+    first, *others = map(json.loads, rendezvous.texts_of_all(json.dumps(mine), dist.get_rank(), dist.get_world_size()))
+    for rank, theirs in enumerate(others, 1):
+        if different := [name for name, value in theirs.items() if value != first[name]]:
+            raise ValueError(f"rank {rank} does not have the {', '.join(different)} of rank 0: every machine needs the "
+                             "same command line, and files that say the same")  # fmt: skip
 
 
 def from_rank_zero(value):

@@ -5,8 +5,8 @@ import time
 import pytest
 import torch
 
-from utils.fast import watch
-from utils.fast.watch import DONE, Watch
+from utils.system import watch
+from utils.system.watch import DONE, Watch
 
 CPU = torch.device("cpu")
 
@@ -48,7 +48,7 @@ def store(monkeypatch):
 
 @pytest.fixture
 def watched(clock, store):
-    return Watch(0, 2, 10, CPU)
+    return Watch(0, 2, 10, CPU, "run")
 
 
 def other_reports(watched, store, count=1):
@@ -73,6 +73,13 @@ def test_who_is_silent_is_named(watched, store, clock):
     assert "no sign of life from rank 1 for 8 s (--loader-timeout 10)" in look(watched, clock, 2)
 
 
+def test_who_never_came_has_longer(watched, clock):
+    """One that has ended before it could report, such as on another machine where a file is missing."""
+    for _ in range(50):
+        assert look(watched, clock, 5.9) is None
+    assert "no sign of life from rank 1 for 300 s" in look(watched, clock, 6)
+
+
 def test_who_has_finished_may_be_silent(watched, store, clock):
     other_reports(watched, store, DONE)
     assert look(watched, clock, 100) is None and look(watched, clock, 100) is None
@@ -84,10 +91,6 @@ def test_a_store_that_is_gone_is_silence_of_all(watched, store, clock):
     store.is_gone = True
     assert look(watched, clock, 7) is None
     assert "from rank 1 for" in look(watched, clock, 2)
-
-
-def test_each_run_has_its_own_reports(watched):
-    assert not set(watched.keys) & set(Watch(0, 2, 10, CPU).keys)
 
 
 def test_an_exchange_that_does_not_end_is_a_fault(watched, clock):
@@ -121,3 +124,14 @@ def test_the_first_exchange_of_an_epoch_may_take_long_and_those_behind_it(watche
     watched.pending.event = events[1]
     assert watched.fault(clock[0] + 9) is None
     assert "of iteration 2 has not ended" in watched.fault(clock[0] + 11)
+
+
+def test_an_exchange_may_be_given_more_time(watched, clock):
+    watched.heard = [1e9] * 2
+    watched.allow_waiting(30)
+    with watched.exchange("the gradients", 0):
+        assert watched.fault(clock[0] + 29) is None
+        assert "has not ended for 30 s (--loader-timeout 10)" in watched.fault(clock[0] + 31)
+    watched.allow_waiting(3)
+    with watched.exchange("the gradients", 1):
+        assert watched.fault(clock[0] + 9) is None and watched.fault(clock[0] + 11)
