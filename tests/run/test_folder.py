@@ -228,6 +228,7 @@ def test_moved_run(prepare):
 def test_newest_run(prepare, monkeypatch):
     times = {old_run("exp"): 20, old_run("exp2"): 30, checkpoint(Path("a/last_full.pt"), 1): 10}
     checkpoint(Path("b/best.pt"), 1)
+    times[checkpoint(Path("runs/train/exp/weights/last_deploy.pt"), -1)] = 99
     Path("last.pt").mkdir()
     real = Path.stat
 

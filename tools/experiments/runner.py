@@ -22,6 +22,7 @@ import yaml
 from utils.config.data_yaml import read_yaml
 from utils.loggers.monitor import ResourceMonitor, Usage, gpu_name
 from utils.system.children import PARENT
+from utils.system.cores import usable_cores
 from utils.system.files import PROJECT_ROOT
 from utils.system.folder_lock import check_free
 
@@ -282,16 +283,11 @@ def machine():
     return {
         "commit": current_commit(),
         "GPU": gpu_name() or "none that NVML shows",
-        "CPU cores": str(num_cores()),
+        "CPU cores": str(usable_cores()),
         "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         "packages": ", ".join(versions),
         "date": time.strftime("%Y-%m-%d %H:%M"),
     }
-
-
-def num_cores():
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def current_commit():

@@ -4,6 +4,7 @@ The main process has a RunReport, every other rank a NullReport with the same me
 """
 
 import csv
+import io
 import logging
 import math
 import time
@@ -252,12 +253,13 @@ class _CsvTable:
         self.columns = None
 
     def keep(self, num_epochs):
-        """Keep only the rows of epochs below `num_epochs`, and no half line that a killed run left behind."""
+        """Keep only the rows of epochs below `num_epochs`, and nothing that a killed run or a power cut left behind."""
         rows = []
         if num_epochs and self.path.is_file():
-            with self.path.open(newline="", encoding="utf-8") as file:
-                self.columns, *rows = list(csv.reader(file)) or [None]
-        rows = [row for row in rows if len(row) == len(self.columns) and int(row[0]) < num_epochs]
+            text = self.path.read_text(encoding="utf-8", errors="replace").replace("\0", "")
+            titles, *rows = csv.reader(io.StringIO(text)) if text else [[]]
+            self.columns = titles if titles[:1] == ["epoch"] else None
+        rows = [row for row in rows if len(row) == len(self.columns or ()) and _is_below(num_epochs, row[0])]
         with atomic_write(self.path, "w", newline="") as file:
             csv.writer(file).writerows([self.columns, *rows] if self.columns else [])
 
@@ -269,6 +271,10 @@ class _CsvTable:
                 self.columns = list(row)
                 writer.writerow(self.columns)
             writer.writerow([f"{row[column]:.6g}" if column in row else "" for column in self.columns])
+
+
+def _is_below(num_epochs, text):
+    return text.isascii() and text.isdecimal() and int(text) < num_epochs
 
 
 def _reserved_memory():
