@@ -67,7 +67,6 @@ def open_predictor(opt):
     model = attempt_load(opt.weights, map_location=select_device(opt.device))
     models, names = list(model) if isinstance(model, Ensemble) else [model], model.names
     stride = max(32, *(int(part.stride.max()) for part in models))
-    names = [names[k] for k in sorted(names)] if isinstance(names, dict) else list(names)
     check_classes(models, names, opt)
     thresholds = Thresholds(opt.conf_thres, opt.iou_thres, opt.classes, opt.agnostic_nms)
     return Predictor(model, thresholds, opt.half, opt.augment), names, stride

@@ -182,7 +182,7 @@ def check_export_options(opt: argparse.Namespace) -> None:
     if len(opt.img_size) > 2:
         raise ValueError(f"--img-size {opt.img_size} has to be one or two numbers: height, width")
     opt.img_size = [opt.img_size[0], opt.img_size[-1]]
-    oldest = 18 if opt.exporter == "dynamo" else 12
+    oldest = 18 if opt.exporter == "dynamo" else 12  # of the new exporter; what the readers of YOLOv7's files know
     if opt.exporter == "dynamo" and opt.opset and opt.opset < oldest:
         raise ValueError(f"--opset {opt.opset}: --exporter dynamo writes {oldest} or newer; leave it out for less")
     opt.opset = opt.opset or oldest

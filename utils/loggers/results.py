@@ -36,9 +36,7 @@ NUM_PREVIEWS = 10  # training batches drawn at the start of a run
 PREVIEW_IMAGES = 16
 
 
-def open_report(
-    opt: Namespace, names: Sequence[str] | dict, ranks: Ranks, heads: Sequence = ()
-) -> "RunReport | NullReport":
+def open_report(opt: Namespace, names: Sequence[str], ranks: Ranks, heads: Sequence = ()) -> "RunReport | NullReport":
     """The report of this process: a search (--evolve) leaves no images and no event file, other ranks nothing.
 
     `heads` (name, class ids) of a model with several detection heads; its report has scores by head and by class.
@@ -55,7 +53,7 @@ def open_report(
 class RunReport:
     """The record of one training run in the folder `save_dir`.
 
-    `num_epochs` is the last epoch number plus one, `names` the class names (list or dict). Off on request: `images`,
+    `num_epochs` is the last epoch number plus one, `names` the class names. Off on request: `images`,
     `tensorboard` (the event file). On request: `per_class`, results_per_class.csv and events with the AP@.5:.95 of
     every class; the scores of `num_heads` detection heads. `world_size` is the number of training processes.
 
@@ -64,11 +62,11 @@ class RunReport:
     CSV files start anew with the first epoch, unless `resume` was called.
     """
 
-    def __init__(self, save_dir: str | Path, num_epochs: int, names: Sequence[str] | dict, images=True,
+    def __init__(self, save_dir: str | Path, num_epochs: int, names: Sequence[str], images=True,
                  tensorboard=True, per_class=False, num_heads=0, world_size=1):  # fmt: skip
         self.save_dir = Path(save_dir)
         self.num_epochs = num_epochs
-        self.names = class_names(list(names.values()) if isinstance(names, dict) else names)
+        self.names = class_names(names)
         self.draws_images = images
         self.save_dir.mkdir(parents=True, exist_ok=True)
         self.results_file = self.save_dir / "results.txt"
