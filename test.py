@@ -192,6 +192,4 @@ def study(opt, data, thresholds):
 
 
 if __name__ == "__main__":
-    parser = test_parser()
-    opt = parser.parse_args()
-    entry.run(main, opt)
+    entry.run(main, test_parser().parse_args())

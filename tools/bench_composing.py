@@ -17,6 +17,7 @@ Without a GPU only the first table is made.
 """
 
 import argparse
+import logging
 import os
 import statistics
 import sys
@@ -32,6 +33,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.bench_loader import in_process, measure, rooms_on, write_images, write_results
+from tools.experiments import command_line
 from tools.experiments.markdown import spread, table
 from utils.config.hyp import load_hyp
 from utils.data.fast.deferred import DeferredDataset, steps_bytes
@@ -42,7 +44,6 @@ from utils.data.gpu.store import ImageStore
 from utils.datasets import LoadImagesAndLabels
 from utils.plots.style import PALETTE, new_figure, save_figure, set_title, whole_numbers
 from utils.system.random_state import seed_generators
-from utils.system.streams import keep_streams
 
 IN_MEMORY = {"persistent_workers": True, "worker_tensor": True}
 LOADERS = {
@@ -62,7 +63,7 @@ def store_of(dataset, place):
         memory = HostMemory(len(pixels))
         memory.bytes[:] = pixels.numpy()
         if (problem := memory.lock(torch.device("cuda"))) is not None:
-            raise SystemExit(problem)
+            raise ValueError(problem)
         return ImageStore(memory.on_device(torch.device("cuda")), shapes)
     return ImageStore(pixels, shapes)
 
@@ -198,8 +199,7 @@ def measure_all(dataset, options):
     return results
 
 
-def main():
-    options = parse()
+def main(options):
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -219,5 +219,4 @@ def main():
 
 
 if __name__ == "__main__":
-    keep_streams()
-    main()
+    command_line.run_tool(main, parse(), logging.WARNING)

@@ -16,6 +16,7 @@ results.png.
 
 import argparse
 import json
+import logging
 import math
 import os
 import platform
@@ -33,12 +34,11 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.bench_samples import make_dataset
-from tools.experiments import markdown
+from tools.experiments import command_line, markdown
 from utils import datasets
 from utils.config.hyp import load_hyp
 from utils.loggers import monitor
 from utils.plots.style import INK, PALETTE, new_figure, save_figure, set_title
-from utils.system.streams import keep_streams
 
 LOADERS = {
     "reference": {},
@@ -160,7 +160,7 @@ def in_process(*arguments, function=measure):
     try:
         return receiver.recv()
     except EOFError:
-        sys.exit("the measured process ended without a result; its message is above")
+        raise ValueError("the measured process ended without a result; its message is above") from None
     finally:
         process.join()
 
@@ -217,8 +217,7 @@ def parse():
     return parser.parse_args()
 
 
-def main():
-    options = parse()
+def main(options):
     with tempfile.TemporaryDirectory() as folder:
         source = options.data or str(write_images(Path(folder), options.images))
         dataset = datasets.LoadImagesAndLabels(
@@ -240,5 +239,4 @@ def main():
 
 
 if __name__ == "__main__":
-    keep_streams()
-    main()
+    command_line.run_tool(main, parse(), logging.WARNING)

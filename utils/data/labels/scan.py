@@ -29,6 +29,7 @@ from utils.data.labels.rows import (
 )  # fmt: skip
 from utils.ops.polygons import Polygons
 from utils.system.children import forked_pool
+from utils.system.cores import usable_cores
 from utils.system.files import printable, read_text, split_lines
 from utils.system.progress import progress
 
@@ -40,7 +41,7 @@ LABEL_ELSEWHERE = "label file elsewhere, image is background"
 LABEL_SHARED = "label file shared"
 DROPS = (IMAGE_DROPPED, ROW_DROPPED, LINE_IGNORED, FILE_IGNORED, LABEL_ELSEWHERE, LABEL_SHARED)
 FOUND, MISSING, EMPTY, DROPPED = "found", "missing", "empty", "dropped"
-THREADS, PROCESSES = min(8, os.cpu_count() or 1), min(32, os.cpu_count() or 1)
+THREADS, PROCESSES = min(8, usable_cores()), min(32, usable_cores())
 MANY_IMAGES = 512
 
 
