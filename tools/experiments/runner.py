@@ -79,21 +79,9 @@ class FinishedRun:
         return path.read_text(encoding="utf-8", errors="replace").replace("\r", "\n") if path.is_file() else ""
 
 
-def run_training(
-    arguments: Sequence,
-    folder: str | Path,
-    on_epoch: Callable[[list[dict]], str | None] | None = None,
-    timeout: float | None = None,
-    environment: dict[str, str] | None = None,
-) -> FinishedRun:
-    """Train with the command line `arguments` into `folder`, wait for the end, and return the FinishedRun.
-
-    `on_epoch(rows)` is called whenever an epoch is complete; what it returns, if anything, is the reason to stop the
-    run. After `timeout` seconds the run is stopped and counts as failed. `environment` adds variables. With everything
-    that ends this function, an interruption included, the process and its workers end too, and when this process is
-    killed (Linux).
-    """
-    return at_once([training(arguments, folder, on_epoch, timeout, environment)])[0]
+def run_training(*arguments: Any, **options: Any) -> FinishedRun:
+    """`training` with these arguments, to its end."""
+    return at_once([training(*arguments, **options)])[0]
 
 
 def training(
@@ -103,7 +91,13 @@ def training(
     timeout: float | None = None,
     environment: dict[str, str] | None = None,
 ) -> Generator[subprocess.Popen, None, FinishedRun]:
-    """`run_training` for `at_once`: yields the process as long as it runs, and returns the FinishedRun."""
+    """Train with the command line `arguments` into `folder`, for `at_once`: yields the process as long as it runs.
+
+    `on_epoch(rows)` is called whenever an epoch is complete; what it returns, if anything, is the reason to stop the
+    run. After `timeout` seconds the run is stopped and counts as failed. `environment` adds variables. With everything
+    that ends this generator, an interruption included, the process and its workers end too, and when this process is
+    killed (Linux).
+    """
     folder = Path(folder)
     check_free(folder, "end it")
     folder.mkdir(parents=True, exist_ok=True)

@@ -245,16 +245,12 @@ def plain_values(opt: argparse.Namespace) -> dict:
     return {key: str(value) if isinstance(value, Path) else value for key, value in vars(opt).items()}
 
 
-def load_options(path: str | Path) -> argparse.Namespace:
-    """Options of an earlier run from its opt.yaml; unknown keys are dropped with one warning, missing ones default.
-
-    Raises ValueError when the file is missing, no mapping, or has a value that the command line would not take.
-    """
-    return read_options(path)[0]
-
-
 def read_options(path: str | Path) -> tuple[argparse.Namespace, dict]:
-    """As `load_options`, and the RUNTIME_KEYS that the file has."""
+    """(options, the RUNTIME_KEYS) of an earlier run from its opt.yaml.
+
+    Unknown keys are dropped with one warning, missing ones default. Raises ValueError when the file is missing, no
+    mapping, or has a value that the command line would not take.
+    """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"{path} is missing: a run can only be resumed with the opt.yaml that it wrote")
