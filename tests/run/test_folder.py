@@ -226,9 +226,9 @@ def test_moved_run(prepare):
 
 
 def test_newest_run(prepare, monkeypatch):
-    times = {old_run("exp"): 20, old_run("exp2"): 30, checkpoint(Path("a/last_full.pt"), 1): 10}
+    deploy, full = (checkpoint(Path("a", name), 1) for name in ("last_deploy.pt", "last_full.pt"))
+    times = {old_run("exp"): 20, old_run("exp2"): 30, full: 10, deploy: 99}
     checkpoint(Path("b/best.pt"), 1)
-    times[checkpoint(Path("runs/train/exp/weights/last_deploy.pt"), -1)] = 99
     Path("last.pt").mkdir()
     real = Path.stat
 
@@ -236,14 +236,13 @@ def test_newest_run(prepare, monkeypatch):
         result = real(path, **options)
         if path not in times:
             return result
-        values = list(result[:9]) + [times[path]]
-        return os.stat_result(values, {"st_ctime": float(times[path])})
+        return os.stat_result([*result[:9], times[path]], {"st_ctime": float(times[path])})
 
     monkeypatch.setattr(Path, "stat", stat)
     assert newest_checkpoint() == Path("runs/train/exp2/weights/last.pt")
     assert Path(prepare("--resume").save_dir).name == "exp2"
-    times[Path("a/last_full.pt")] = 40
-    assert newest_checkpoint() == Path("a/last_full.pt")
+    times[full] = 40
+    assert newest_checkpoint() == full
 
 
 def test_strict_data_is_about_one_start(prepare):
