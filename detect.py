@@ -51,12 +51,10 @@ def category_ids(names):
     return COCO_CATEGORY_IDS if list(names) == coco else list(range(len(names)))
 
 
-def check_classes(models, names, opt):
-    """Raise ValueError for models of different classes, and for a class that they do not know."""
-    counts = sorted({model.model[-1].nc for model in models} | {len(names)})
-    if len(counts) > 1:
-        raise ValueError(f"--weights {' '.join(opt.weights)}: numbers of classes and names differ "
-                         f"({', '.join(map(str, counts))}); an ensemble needs equal classes")  # fmt: skip
+def check_classes(num_classes, names, opt):
+    """Raise ValueError for a detector whose classes lack names, and for a class that it does not know."""
+    if num_classes != len(names):
+        raise ValueError(f"--weights {opt.weights[-1]} detects {num_classes} classes and has {len(names)} names")
     for class_id in opt.classes or ():
         if class_id >= len(names):
             raise ValueError(f"--classes {class_id}: the detector knows the classes 0 to {len(names) - 1}")
@@ -65,12 +63,10 @@ def check_classes(models, names, opt):
 def open_predictor(opt):
     """The network of the weights, ready to detect; the names of its last model, the largest stride."""
     model = attempt_load(opt.weights, map_location=select_device(opt.device))
-    models, names = list(model) if isinstance(model, Ensemble) else [model], model.names
-    stride = max(32, *(int(part.stride.max()) for part in models))
-    names = [names[k] for k in sorted(names)] if isinstance(names, dict) else list(names)
-    check_classes(models, names, opt)
+    last, names = model[-1] if isinstance(model, Ensemble) else model, model.names
+    check_classes(last.model[-1].nc, names, opt)
     thresholds = Thresholds(opt.conf_thres, opt.iou_thres, opt.classes, opt.agnostic_nms)
-    return Predictor(model, thresholds, opt.half, opt.augment), names, stride
+    return Predictor(model, thresholds, opt.half, opt.augment), names, max(32, int(model.stride.max()))
 
 
 def main(opt):

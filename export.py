@@ -5,7 +5,6 @@ python export.py --weights runs/train/exp/weights/best.pt --grid --end2end --max
 
 import importlib.util
 import logging
-import os
 import sys
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from utils.export.writers import metadata, write_onnx, write_torchscript
 from utils.run import entry
 from utils.system.distributed import select_device
 from utils.system.files import replacement
+from utils.system.streams import wants_traceback
 
 logger = logging.getLogger("export")
 
@@ -104,7 +104,7 @@ def main(opt):
             export(model, path, traced, images, opt)
             logger.info("%s: %.1f MB", path, path.stat().st_size / 1e6)
         except Exception as error:  # exporters and runtimes raise anything
-            if os.environ.get("YOLOV7FAST_TRACEBACK") == "1":
+            if wants_traceback():
                 raise
             failed.append(kind)
             reason = " ".join(str(error).split())[:MAX_REASON]

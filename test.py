@@ -135,6 +135,7 @@ def save_class_ap(scores, names, path):
     """A json file with mAP@.5, mAP@.5:.95 and the AP of every class that has labels."""
     columns = (scores.classes.tolist(), scores.class_ap50.tolist(), scores.class_ap.tolist())
     per_class = {c: {"ap50": ap50, "ap": ap, "name": names[c]} for c, ap50, ap in zip(*columns, strict=True)}
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path, "w") as file:
         json.dump({"map50": scores.map50, "map": scores.map, "per_class": per_class}, file, indent=1)
 
@@ -149,6 +150,8 @@ def main(opt):
     split = opt.task if opt.task in SPLITS else "val"
     data = load_data_yaml(opt.data, opt.single_cls, needed=(split,))
     check_can_be_made(opt.project)
+    if opt.save_per_class_ap:
+        check_can_be_made(Path(opt.save_per_class_ap).parent, "--save-per-class-ap")
     if opt.exist_ok:
         check_free(Path(opt.project) / opt.name, "choose another --name or --project")
     opt.save_dir = ""
@@ -189,6 +192,4 @@ def study(opt, data, thresholds):
 
 
 if __name__ == "__main__":
-    parser = test_parser()
-    opt = parser.parse_args()
-    entry.run(main, opt)
+    entry.run(main, test_parser().parse_args())

@@ -10,7 +10,10 @@ from utils.system.streams import quiet_loggers
 
 
 class Ensemble(nn.ModuleList):
-    """Several models as one: their predictions [B x n x no] stand behind each other; names and stride of the last."""
+    """Several models of equal classes as one: their predictions [B x n x no] stand behind each other.
+
+    It has the names of the last and the stride of the one with the largest.
+    """
 
     def forward(self, images, augment=False):
         return torch.cat([model(images, augment=augment)[0] for model in self], 1), None
@@ -50,13 +53,18 @@ def attempt_load(weights, map_location=None, fuse=True):
 
     `fuse` folds its batch norms and the like, which makes it faster and unfit for training.
 
-    Raises ValueError, naming the file, for anything that is not a readable YOLOv7 checkpoint.
+    Raises ValueError, naming the file, for anything that is not a readable YOLOv7 checkpoint, and for an ensemble of
+    models with different numbers of classes.
     """
     paths = weights if isinstance(weights, (list, tuple)) else [weights]
     models = [_load(path) for path in paths]
     models = [(model.fuse() if fuse else model).eval().to(map_location) for model in models]
     if len(models) == 1:
         return models[0]
+    counts = {str(path): model.model[-1].nc for path, model in zip(paths, models, strict=True)}
+    if len(set(counts.values())) > 1:
+        found = ", ".join(f"{path} has {nc} classes" for path, nc in counts.items())
+        raise ValueError(f"{found}; an ensemble needs equal ones")
     ensemble = Ensemble(models)
-    ensemble.names, ensemble.stride = models[-1].names, models[-1].stride
+    ensemble.names, ensemble.stride = models[-1].names, max((model.stride for model in models), key=torch.max)
     return ensemble

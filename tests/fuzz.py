@@ -35,7 +35,7 @@ from tests import mutations
 from tests.tiny_model import tiny_model
 from utils.config.data_yaml import load_data_yaml
 from utils.config.hyp import HYPER_PARAMETERS, load_hyp
-from utils.config.options import load_options
+from utils.config.options import read_options
 from utils.data.labels.scan import scan_dataset
 from utils.datasets import LoadImagesAndLabels
 from utils.engine.checkpoint_reader import check_finite, read_checkpoint
@@ -111,7 +111,7 @@ def read_pt(file):
 
 
 def read_opt(file):
-    assert load_options(file).epochs is not None
+    assert read_options(file)[0].epochs is not None
 
 
 def read_coco(file):

@@ -79,7 +79,7 @@ class Usage:
     def stop(self):
         """Seconds, cores that the main process and all its workers used, and the share of time that the GPU worked."""
         seconds = time.perf_counter() - self.began
-        alive = [pid for pid in self.workers if os.path.exists(f"/proc/{pid}/stat")]  # noqa: PTH110
+        alive = [worker for worker in self.workers if worker.is_running()]
         return {
             "seconds": seconds,
             "main_cores": (time.process_time() - self.main) / seconds,

@@ -29,6 +29,10 @@ SMALL = {  # options, and patterns of what they have to print
         "--images 12 --img 64 --batch 4 --workers 2 --epochs 1 --repeats 1 --loaders reference fast-dataloader",
         [r"\| reference \|", r"\| --fast-dataloader \|"],
     ),
+    "tools/bench_composing.py": (
+        "--images 12 --img 64 --batch 4 --samples 6 --repeats 2",
+        [r"\| reference \| \d", r"\| --fast-step \| \d", r"\| --cache-images gpu \| \d"],
+    ),
     "tools/bench_samples.py": (
         "--images 6 --samples 10 --repeats 1 --sizes 64 --hyps tiny",
         ["in a batch ms", "  64  tiny "],
@@ -43,6 +47,11 @@ SMALL = {  # options, and patterns of what they have to print
 def run(words):
     sys.argv = words
     runpy.run_path(str(PROJECT_ROOT / words[0]), run_name="__main__")
+
+
+def test_wrong_input_is_one_sentence(tmp_path):
+    ended = forked.run(tmp_path, run, ["tools/bench_loader.py", "--data", "none", "--out", str(tmp_path)])
+    assert ended.status == 2 and ended.text.startswith("error: none does not exist") and ended.text.count("\n") == 1
 
 
 @pytest.mark.parametrize("program", SMALL)

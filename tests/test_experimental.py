@@ -58,6 +58,15 @@ def test_half_precision_files_become_float(tmp_path):
     assert torch.equal(loaded.model[-1].anchors, model.model[-1].anchors.float())
 
 
+def test_an_ensemble_has_the_largest_stride(tmp_path):
+    """Images of the smaller one's multiples do not fit the other."""
+    deeper = CFG | {"backbone": [*CFG["backbone"], [-1, 1, "Conv", [32, 3, 2]]],
+                    "head": [[[2, 3, 5], 1, "IDetect", ["nc", "anchors"]]]}  # fmt: skip
+    models = [Model(deeper, nc=2).eval(), tiny_model().eval()]
+    paths = [saved(model, tmp_path / f"{k}.pt") for k, model in enumerate(models)]
+    assert attempt_load(paths).stride.tolist() == attempt_load(paths[::-1]).stride.tolist() == [8, 16, 64]
+
+
 def test_ensemble_concatenates_and_takes_names_of_the_last(tmp_path):
     models = [trained(seed) for seed in (0, 1)]
     paths = [str(saved(model, tmp_path / f"{i}.pt")) for i, model in enumerate(models)]

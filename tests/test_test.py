@@ -5,9 +5,11 @@ import json
 import cv2
 import numpy as np
 import pytest
+import torch
 
 import test as program
 from tests import small_run
+from tests.tiny_model import tiny_model
 from utils.config.options import test_parser as build_parser
 from utils.plots.run import read_results
 
@@ -42,7 +44,7 @@ def test_repeats_the_last_validation(trained, tmp_path, monkeypatch):
 
 def test_files_of_detections(trained, tmp_path):
     folder = score(trained, tmp_path, "--save-txt", "--save-conf", "--save-json", "--save-per-class-ap",
-                   str(tmp_path / "ap.json"), "--conf", "0.0001", "--verbose", pictures=True)  # fmt: skip
+                   str(tmp_path / "new" / "ap.json"), "--conf", "0.0001", "--verbose", pictures=True)  # fmt: skip
     texts = sorted((folder / "labels").iterdir())
     assert [path.stem for path in texts] == [f"{i:02d}" for i in range(6)]
     rows = np.loadtxt(texts[0], ndmin=2)
@@ -50,7 +52,7 @@ def test_files_of_detections(trained, tmp_path):
     detections = json.loads((folder / "last_predictions.json").read_text())
     assert set(detections[0]) == {"image_id", "category_id", "bbox", "score"}
     assert sum(len(path.read_text().splitlines()) for path in texts) == len(detections)
-    assert set(json.loads((tmp_path / "ap.json").read_text())) == {"map50", "map", "per_class"}
+    assert set(json.loads((tmp_path / "new" / "ap.json").read_text())) == {"map50", "map", "per_class"}
     assert (folder / "confusion_matrix.png").exists() and (folder / "test_batch0_pred.jpg").exists()
 
 
@@ -77,6 +79,12 @@ def test_other_ways_to_score(trained, tmp_path, flags):
 def test_several_weights_form_an_ensemble(trained, tmp_path):
     weights = [str(trained / "weights" / name) for name in ("last.pt", "best.pt")]
     assert score(trained, tmp_path, "--weights", *weights).is_dir()
+
+
+def test_an_ensemble_of_other_classes_is_refused(trained, tmp_path):
+    torch.save({"model": tiny_model(nc=3)}, tmp_path / "three.pt")
+    with pytest.raises(ValueError, match="three.pt has 3 classes, .*last.pt has 2 classes; an ensemble"):
+        score(trained, tmp_path, "--weights", str(tmp_path / "three.pt"), str(trained / "weights" / "last.pt"))
 
 
 def test_a_second_test_into_one_folder_replaces_the_first(trained, tmp_path):
@@ -133,6 +141,7 @@ def test_a_broken_annotation_file_keeps_our_own_score(trained, tmp_path, caplog)
         (("--conf", "2"), "--conf-thres 2.0"),
         (("--task", "test"), "test"),
         (("--weights", "missing.pt"), "missing.pt"),
+        (("--save-per-class-ap", __file__ + "/ap.json"), "is a file.*choose another --save-per-class-ap"),
     ],
 )
 def test_refused_input(trained, tmp_path, flags, message):

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.experiments import command_line, runner
 from tools.experiments.devices import on_device, read_devices
-from tools.experiments.markdown import median, show, table
+from tools.experiments.markdown import median, show, spread, table
 from tools.experiments.runner import LOSS, MAP50
 from utils.config.flags import TRAIN_FLAGS
 from utils.config.limits import SEED, above, at_least
@@ -193,14 +193,14 @@ def _quality(maps_a, maps_b):
     """mAP@.5 within one point, by the mean difference of the pairs; undecided while chance could explain the answer."""
     target = TARGETS[1]
     differences = [score_b - score_a for score_a, score_b in zip(maps_a, maps_b, strict=True)]
-    mean, spread = statistics.mean(differences), scatter(differences)
+    mean, deviation = statistics.mean(differences), scatter(differences)
     found = f"B - A = {mean:+.4f}"
-    found += f", standard deviation of the pairs {spread:.4f}" if spread is not None else ", one pair: spread unknown"
+    found += ", one pair: spread unknown" if deviation is None else f", standard deviation of the pairs {deviation:.4f}"
     if max(maps_a) < MAP_POINTS:
         return target, "undecided", found + "; A itself has learned nothing yet: more epochs"
-    if spread is None:
+    if deviation is None:
         return target, "undecided" if mean else "met", found
-    error = spread / len(differences) ** 0.5  # of the mean
+    error = deviation / len(differences) ** 0.5  # of the mean
     if abs(mean) <= MAP_POINTS:
         return target, "met" if error <= MAP_POINTS else "undecided", found
     return target, "missed" if abs(mean) - MAP_POINTS > error else "undecided", found
@@ -223,20 +223,13 @@ def scatter(values):
 # ---- telling ---------------------------------------------------------------------------------------------------------
 
 
-def cell(values, form):
-    """Median, with the lowest and highest run when there are several."""
-    known = [value for value in values if value is not None]
-    text = show(median(values), form)
-    return text if len(known) < 2 else f"{text} ({form.format(min(known))} to {form.format(max(known))})"
-
-
 def measures_table(a, b):
     """Markdown: a row for each measure, both sides and their ratio."""
     rows = []
     for label, (key, _, form) in MEASURES.items():
         first, second = median(a[key]), median(b[key])
         ratio = second / first if first and second is not None else None
-        rows.append([label, cell(a[key], form), cell(b[key], form), show(ratio, "{:.2f}")])
+        rows.append([label, spread(a[key], form), spread(b[key], form), show(ratio, "{:.2f}")])
     return table(["measure", "A", "B", "B / A"], rows)
 
 

@@ -107,7 +107,7 @@ def check_run_options(options):
     at_least(1).check("--batch-size", options.batch_size)  # -1 would be measured anew in each run
     at_least(1).check("--repeats", options.repeats)
     for name in ("data", "cfg", "hyp"):
-        check_file(getattr(options, name))
+        setattr(options, name, check_file(getattr(options, name)))  # the checks look for it nowhere else
     check_device(options.device)
 
 

@@ -17,9 +17,8 @@ Without a GPU only the first table is made.
 """
 
 import argparse
-import json
+import logging
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -33,8 +32,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.bench_loader import in_process, measure, rooms_on, write_images
-from tools.experiments import markdown
+from tools.bench_loader import in_process, measure, rooms_on, write_images, write_results
+from tools.experiments import command_line
+from tools.experiments.markdown import spread, table
 from utils.config.hyp import load_hyp
 from utils.data.fast.deferred import DeferredDataset, steps_bytes
 from utils.data.gpu.compose import ComposedBatch, composes, open_composing
@@ -42,8 +42,8 @@ from utils.data.gpu.host_memory import HostMemory
 from utils.data.gpu.recipes import RECIPE, RecipeDataset
 from utils.data.gpu.store import ImageStore
 from utils.datasets import LoadImagesAndLabels
+from utils.plots.style import PALETTE, new_figure, save_figure, set_title, whole_numbers
 from utils.system.random_state import seed_generators
-from utils.system.streams import keep_streams
 
 IN_MEMORY = {"persistent_workers": True, "worker_tensor": True}
 LOADERS = {
@@ -63,7 +63,7 @@ def store_of(dataset, place):
         memory = HostMemory(len(pixels))
         memory.bytes[:] = pixels.numpy()
         if (problem := memory.lock(torch.device("cuda"))) is not None:
-            raise SystemExit(problem)
+            raise ValueError(problem)
         return ImageStore(memory.on_device(torch.device("cuda")), shapes)
     return ImageStore(pixels, shapes)
 
@@ -131,44 +131,34 @@ def kernel_times(dataset, options, place):
     return times
 
 
-def spread(values, form):
-    return f"{form.format(statistics.median(values))} ({form.format(min(values))}-{form.format(max(values))})"
-
-
 def print_tables(results, options):
-    """The three tables; medians, with lowest and highest in brackets."""
-    print("\n" + markdown.table(["sample", "CPU ms"],
-                                [[name, spread(v, "{:.3f}")] for name, v in results["sample"].items()]))  # fmt: skip
+    """The three tables."""
+    print("\n" + table(["sample", "CPU ms"], [[name, spread(v, "{:.3f}")] for name, v in results["sample"].items()]))
     if results["loader"]:
         rows = [
             [name, workers, spread([run["rate"] for run in runs], "{:,.0f}"),
              spread([run["main_share"] for run in runs], "{:.2f}")]
             for name, by_workers in results["loader"].items() for workers, runs in by_workers.items()
         ]  # fmt: skip
-        print("\n" + markdown.table(["loader", "workers", "img/s", "main"], rows))
+        print("\n" + table(["loader", "workers", "img/s", "main"], rows))
         rows = [
             [place, spread(times, "{:.3f}"), options.step and f"{100 * statistics.median(times) / options.step:.1f}"]
             for place, times in results["kernel"].items()
         ]  # fmt: skip
-        print("\n" + markdown.table(["kernel, images on the", "ms a batch", "% of a step"], rows))
+        print("\n" + table(["kernel, images on the", "ms a batch", "% of a step"], rows))
 
 
 def plot(results, title, path):
     """Images/s by workers, one line a loader."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(6, 4))
-    for name, by_workers in results["loader"].items():
-        rates = [[run["rate"] for run in runs] for runs in by_workers.values()]
-        axis.plot(list(by_workers), [statistics.median(row) for row in rates], marker="o", label=name)
-    axis.set(xlabel="workers", ylabel="images/s, loader alone", title=title, ylim=(0, None))
-    axis.set_xticks(list(next(iter(results["loader"].values()))))
-    axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=100)
+    figure, (axis,) = new_figure(size=(6, 4))
+    for colour, (name, by_workers) in zip(PALETTE, results["loader"].items(), strict=False):
+        rates = [statistics.median(run["rate"] for run in runs) for runs in by_workers.values()]
+        axis.plot(list(by_workers), rates, marker="o", color=colour, label=name)
+    axis.set(xlabel="workers", ylabel="images/s, loader alone", ylim=(0, None))
+    set_title(axis, title)
+    whole_numbers(axis.xaxis)
+    axis.legend(frameon=False)
+    save_figure(figure, path)
 
 
 def parse():
@@ -209,8 +199,7 @@ def measure_all(dataset, options):
     return results
 
 
-def main():
-    options = parse()
+def main(options):
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -221,17 +210,13 @@ def main():
         results = measure_all(dataset, options)
     title = f"{options.img} px, batch {options.batch}, {Path(options.hyp).name}, {len(dataset)} images"
     versions = f"OpenCV {cv2.__version__}, torch {torch.__version__}, {os.cpu_count()} cores"
-    print(f"\n{title}; {versions}; medians of {options.repeats} runs in turns (lowest-highest)")
+    print(f"\n{title}; {versions}; medians of {options.repeats} runs in turns (lowest to highest)")
     print_tables(results, options)
-    out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
-    facts = {"options": vars(options), "python": platform.python_version(), "results": results}
-    (out / "results.json").write_text(json.dumps(facts, indent=1))
+    out = write_results(options, results)
     if results["loader"]:
         plot(results, title, out / "results.png")
     print(f"\nwritten to {out}")
 
 
 if __name__ == "__main__":
-    keep_streams()
-    main()
+    command_line.run_tool(main, parse(), logging.WARNING)

@@ -4,7 +4,7 @@
 
 Every measurement is a process of its own, forked from one that holds the data set, so that nothing warms up for the
 next. It reads one epoch to warm up and then `--epochs` more; a consumer does nothing with a batch but copy it to the
-GPU, where there is one. Prints a markdown table of medians with the lowest and highest value, writes results.json and
+GPU, where there is one. Prints a table of medians with the lowest and highest value, writes results.json and
 results.png.
 
     first batch   seconds from the start of making the loader (the data set is there) to the first batch
@@ -16,6 +16,7 @@ results.png.
 
 import argparse
 import json
+import logging
 import math
 import os
 import platform
@@ -28,12 +29,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import psutil
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.bench_samples import make_dataset
+from tools.experiments import command_line, markdown
 from utils import datasets
 from utils.config.hyp import load_hyp
-from utils.system.streams import keep_streams
+from utils.loggers import monitor
+from utils.plots.style import INK, PALETTE, new_figure, save_figure, set_title
 
 LOADERS = {
     "reference": {},
@@ -59,23 +64,14 @@ def write_images(folder, num_images, num_different=250):
     return images
 
 
-def cpu_seconds(pids):
-    """User and system time of other processes."""
-    ticks = 0
-    for pid in pids:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def memory_bytes(pids):
-    """Proportional set size: shared pages count once."""
-    rows = (row for pid in pids for row in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines())
-    return sum(int(row.split()[1]) * 1024 for row in rows if row.startswith("Pss:"))
-
-
 def children():
-    return Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    """The processes that this one has started."""
+    return psutil.Process().children()
+
+
+def cpu_seconds(processes):
+    """User and system time of all of them; one that has ended counts nothing."""
+    return sum(monitor.cpu_seconds(process) or 0.0 for process in processes)
 
 
 def measure(dataset, options, flags):
@@ -120,7 +116,7 @@ def measure(dataset, options, flags):
         "first_batch": first_batch,
         "gap": statistics.median(gaps),
         "interval": statistics.median(intervals or gaps),
-        "memory": memory_bytes([os.getpid(), *workers]) / 1e9,
+        "memory": monitor.proportional_memory([psutil.Process(), *workers]),
     }
 
 
@@ -164,43 +160,43 @@ def in_process(*arguments, function=measure):
     try:
         return receiver.recv()
     except EOFError:
-        sys.exit("the measured process ended without a result; its message is above")
+        raise ValueError("the measured process ended without a result; its message is above") from None
     finally:
         process.join()
 
 
 def table(results):
-    """Markdown: medians, with lowest and highest in brackets."""
-    lines = ["| loader | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
-    for name, runs in results.items():
-        cells = []
-        for key, form in COLUMNS.values():
-            values = [run[key] for run in runs]
-            cells.append(" ".join((form.format(statistics.median(values)),
-                                   f"({form.format(min(values))}-{form.format(max(values))})")))  # fmt: skip
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    """A row for each loader."""
+    return markdown.table(
+        ["loader", *COLUMNS],
+        [[name, *(markdown.spread([run[key] for run in runs], form) for key, form in COLUMNS.values())]
+         for name, runs in results.items()],
+    )  # fmt: skip
 
 
 def plot(results, title, path):
     """Bars of the medians, with lines from the lowest to the highest value."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(COLUMNS), figsize=(3 * len(COLUMNS), 4), sharey=True)
+    figure, axes = new_figure(1, len(COLUMNS), size=(3 * len(COLUMNS), 4))
     for axis, (label, (key, _)) in zip(axes, COLUMNS.items(), strict=True):
         values = [[run[key] for run in runs] for runs in results.values()]
         middle = [statistics.median(row) for row in values]
         spread = [[m - min(row) for m, row in zip(middle, values, strict=True)],
                   [max(row) - m for m, row in zip(middle, values, strict=True)]]  # fmt: skip
-        axis.barh(list(results), middle, xerr=spread, color="tab:blue", ecolor="black")
-        axis.set_title(label)
-    axes[0].invert_yaxis()
+        axis.barh(list(results), middle, xerr=spread, color=PALETTE[0], ecolor=INK)
+        axis.invert_yaxis()
+        axis.tick_params(labelleft=axis is axes[0])
+        set_title(axis, label)
     figure.suptitle(title)
-    figure.tight_layout()
-    figure.savefig(path, dpi=100)
+    save_figure(figure, path)
+
+
+def write_results(options, results):
+    """results.json in the folder --out, which is returned."""
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    facts = {"options": vars(options), "python": platform.python_version(), "results": results}
+    (out / "results.json").write_text(json.dumps(facts, indent=1))
+    return out
 
 
 def parse():
@@ -221,8 +217,7 @@ def parse():
     return parser.parse_args()
 
 
-def main():
-    options = parse()
+def main(options):
     with tempfile.TemporaryDirectory() as folder:
         source = options.data or str(write_images(Path(folder), options.images))
         dataset = datasets.LoadImagesAndLabels(
@@ -236,16 +231,12 @@ def main():
     images = f"{len(dataset)} images {'cached' if options.cache else 'from files'}"
     title = f"{options.img} px, batch {options.batch}, {options.workers} workers, {Path(options.hyp).name}, {images}"
     title += f", {os.cpu_count()} cores"
-    print(f"\n{title}; medians of {options.repeats} runs in turns (lowest-highest), {options.epochs} epochs each\n")
+    print(f"\n{title}; medians of {options.repeats} runs in turns (lowest to highest), {options.epochs} epochs each\n")
     print(table(results))
-    out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
-    facts = {"options": vars(options), "python": platform.python_version(), "results": results}
-    (out / "results.json").write_text(json.dumps(facts, indent=1))
+    out = write_results(options, results)
     plot(results, title, out / "results.png")
     print(f"\nwritten: {out}/results.json, {out}/results.png")
 
 
 if __name__ == "__main__":
-    keep_streams()
-    main()
+    command_line.run_tool(main, parse(), logging.WARNING)

@@ -13,6 +13,7 @@ The data set is synthetic and temporary: 640 x 480 JPEGs, a quarter upright, wit
 """
 
 import argparse
+import logging
 import random
 import statistics
 import sys
@@ -28,12 +29,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from tools.experiments import command_line
 from utils import datasets
 from utils.config.hyp import load_hyp
 from utils.data import affine, mosaic, paste
 from utils.data import dataset as dataset_module
 from utils.ops.boxes import resample_segments, segment2box
-from utils.system.streams import keep_streams
 
 
 def make_dataset(folder, num_images, seed=0, boxes=False):
@@ -170,11 +171,11 @@ def compare(dataset, num_samples, repeats):
             times[name].append(duration)
             expected = expected or actual
             if actual != expected:
-                raise SystemExit(f"samples {name!r} differ from the plain form (seed {repeat})")
+                raise ValueError(f"samples {name!r} differ from the plain form (seed {repeat})")
     return times
 
 
-def main():
+def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=200)
     parser.add_argument("--samples", type=int, default=160, help="samples in one measurement")
@@ -183,8 +184,10 @@ def main():
     parser.add_argument("--hyps", nargs="+", choices=("p5", "tiny"), default=["p5", "tiny"])
     parser.add_argument("--cache", action="store_true", help="images in RAM")
     parser.add_argument("--boxes", action="store_true", help="labels without polygons")
-    options = parser.parse_args()
+    return parser.parse_args()
 
+
+def main(options):
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -208,5 +211,4 @@ def main():
 
 
 if __name__ == "__main__":
-    keep_streams()
-    main()
+    command_line.run_tool(main, parse(), logging.WARNING)

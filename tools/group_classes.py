@@ -2,8 +2,7 @@
 
     python tools/group_classes.py --data data/coco320.yaml --heads 4 --by shape --out my_heads.yaml
 
-    --by shape  classes whose boxes are alike in size and proportion share a head: k-means, by scikit-learn where
-                it is installed, else by SciPy
+    --by shape  classes whose boxes are alike in size and proportion share a head: SciPy's k-means
     --by count  every head gets about the same number of boxes: the most frequent class first, each to the head that has
                 the fewest
 
@@ -13,10 +12,12 @@ A class without boxes goes to the head with the fewest classes. Equal data and -
 import argparse
 import logging
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
 import yaml
+from scipy.cluster.vq import kmeans2
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -63,17 +64,6 @@ def group_by_shape(counts, shapes, num_heads, seed=0):
 
 def k_means(points, k, seed):
     """Which of `k` clusters each of `points` [n x d] belongs to [n]."""
-    try:
-        from sklearn.cluster import KMeans
-    except ImportError:
-        return _scipy_k_means(points, k, seed)
-    return KMeans(k, n_init=RESTARTS, random_state=seed).fit_predict(points)
-
-
-def _scipy_k_means(points, k, seed):
-    import warnings
-
-    from scipy.cluster.vq import kmeans2
 
     def inertia(result):
         centres, label = result

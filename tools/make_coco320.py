@@ -11,14 +11,10 @@ in the new pixels, for the official COCO score.
 
 import argparse
 import json
-import os
 import shutil
 import sys
-import threading
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
-from multiprocessing import get_all_start_methods, get_context
 from pathlib import Path
 
 import cv2
@@ -28,11 +24,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.coco.download import find_splits, in_order, listing, tasks_of  # noqa: E402  (needs the path above)
 from tools.coco.labels import Placement, label_text, scaled_annotations  # noqa: E402
+from utils.data.affine import GREY  # noqa: E402
 from utils.data.images.reading import read_image, verify_image  # noqa: E402
 from utils.metrics.coco_annotations import read_annotations  # noqa: E402
 from utils.run import entry  # noqa: E402
 from utils.system import folder_lock  # noqa: E402
-from utils.system.children import enter_child  # noqa: E402
+from utils.system.children import enter_child, forked_pool  # noqa: E402
 from utils.system.cores import usable_cores  # noqa: E402
 from utils.system.files import (  # noqa: E402
     atomic_write,
@@ -53,7 +50,6 @@ FITS = {
     "pad": "the longer side becomes --size, grey borders make a square; labels are NOT those of stock",
 }
 STAMP = "make_coco.json"
-GREY = (114, 114, 114)
 JPEG_QUALITY = 95
 BYTES_PER_PIXEL = 0.6  # of a finished JPEG, for the check of the disk
 MEMORY_PER_BYTE = 8  # of a json while it is read; 6.3 measured
@@ -91,19 +87,11 @@ def resized_file(source, size, placement):
     pixels = cv2.resize(read_image(source), placement.resized, interpolation=method)
     (left, top), (width, height) = placement.corner, placement.canvas
     right, bottom = width - left - pixels.shape[1], height - top - pixels.shape[0]
-    pixels = cv2.copyMakeBorder(pixels, top, bottom, left, right, cv2.BORDER_CONSTANT, value=GREY)
+    pixels = cv2.copyMakeBorder(pixels, top, bottom, left, right, cv2.BORDER_CONSTANT, value=(GREY,) * 3)
     try:
         return cv2.imencode(source.suffix, pixels, [cv2.IMWRITE_JPEG_QUALITY, JPEG_QUALITY])[1].tobytes()
     except cv2.error as error:
         raise ValueError(f"OpenCV writes no {source.suffix} files; convert it to jpg or png") from error
-
-
-def workers_of(count):
-    """A pool of `count` processes; threads where there is no fork."""
-    if "fork" not in get_all_start_methods():
-        return ThreadPoolExecutor(count)
-    parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
-    return ProcessPoolExecutor(count, get_context("fork"), _enter_worker, (parent,))
 
 
 def _enter_worker(parent):
@@ -153,7 +141,7 @@ def make_split(split, content, out, side, fit, workers):
         folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder)
     begun = sum(task.image.is_file() for task in tasks)
-    with workers_of(workers) as pool:
+    with forked_pool(workers, _enter_worker) as pool:
         results = pool.map(partial(make_image, side=side, fit=fit), tasks, chunksize=CHUNK)
         try:
             results = list(progress(results, desc=split.name, total=len(tasks), unit="img"))

@@ -9,6 +9,7 @@ samples that contain a step's work is not 1 for mixup and paste-in, so the colum
 """
 
 import argparse
+import logging
 import random
 import statistics
 import sys
@@ -25,13 +26,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.bench_samples import make_dataset
-from tools.experiments import markdown
+from tools.experiments import command_line, markdown
 from utils.config.hyp import load_hyp
 from utils.data import affine, mosaic
 from utils.data import dataset as dataset_module
 from utils.data.fast.deferred import CAPACITY, DeferredDataset, rounding_mode, steps_bytes
 from utils.datasets import LoadImagesAndLabels as Dataset
-from utils.system.streams import keep_streams
 
 STEPS = {
     "draw the mosaic": [(mosaic, "draw_mosaic4"), (mosaic, "draw_mosaic9")],
@@ -109,15 +109,17 @@ def columns_of(dataset, options):
         yield "later" if later else "at once", {step: statistics.median(run[step] for run in runs) for step in runs[0]}
 
 
-def main():
+def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", nargs="*", help="folders of images; default: drawn, with polygons and with boxes")
     parser.add_argument("--images", type=int, default=200, help="images to draw")
     parser.add_argument("--samples", type=int, default=200, help="samples in one measurement")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--jobs", nargs="+", default=["320:tiny", "640:p5"], help="image size:hyper-parameters")
-    options = parser.parse_args()
+    return parser.parse_args()
 
+
+def main(options):
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -143,5 +145,4 @@ def main():
 
 
 if __name__ == "__main__":
-    keep_streams()
-    main()
+    command_line.run_tool(main, parse(), logging.WARNING)

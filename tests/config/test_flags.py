@@ -11,7 +11,7 @@ from utils.config.options import (
     check_train_options,
     detect_parser,
     export_parser,
-    load_options,
+    read_options,
     save_options,
     train_parser,
 )
@@ -34,10 +34,10 @@ def test_a_row_is_all_that_a_new_flag_needs(tmp_path, monkeypatch, capsys):
     with pytest.raises(ValueError, match="^--new-flag 0 is too small: it has to be at least 1$"):
         check_train_options(parsed("--new-flag 0"))
     save_options(parsed("--new-flag 3"), tmp_path / "opt.yaml")
-    assert load_options(tmp_path / "opt.yaml").new_flag == 3
+    assert read_options(tmp_path / "opt.yaml")[0].new_flag == 3
     (tmp_path / "opt.yaml").write_text("new_flag: many")
     with pytest.raises(ValueError, match="new_flag has to be a number, not 'many'"):
-        load_options(tmp_path / "opt.yaml")
+        read_options(tmp_path / "opt.yaml")[0]
     assert "| `--new-flag`, `--new_flag` `N` | `2` | a help | taken, and kept |" in flags_page().splitlines()
 
 

@@ -107,6 +107,13 @@ def test_missing_file_is_refused(tmp_path):
         load_hyp(tmp_path / "none.yaml")
 
 
+def test_a_write_that_fails_leaves_the_old_file(tmp_path):
+    save_hyp({"lr0": 0.01}, tmp_path / "hyp.yaml")
+    with pytest.raises(yaml.YAMLError):
+        save_hyp({"lr0": 0.02, "box": object()}, tmp_path / "hyp.yaml")
+    assert (tmp_path / "hyp.yaml").read_text() == "lr0: 0.01\n" and len(list(tmp_path.iterdir())) == 1
+
+
 def test_scaling_by_hand():
     hyp = {"box": 0.05, "cls": 0.3, "obj": 0.7, "lr0": 0.01}
     assert scale_hyp(hyp, 3, 80, 640) == hyp | {"label_smoothing": 0.0}, "the reference point"

@@ -13,7 +13,7 @@ from utils.config.options import (
     check_img_size,
     check_train_options,
     explicit_options,
-    load_options,
+    read_options,
     save_options,
     test_parser,
     train_parser,
@@ -248,7 +248,7 @@ def test_round_trip(tmp_path, caplog):
     opt.save_dir, opt.world_size, opt.global_rank = "runs/train/exp", 1, -1
     path = tmp_path / "opt.yaml"
     save_options(opt, path)
-    loaded = load_options(path)
+    loaded = read_options(path)[0]
     assert not caplog.records
     runtime = {"save_dir", "world_size", "global_rank"}
     assert vars(loaded) == {key: value for key, value in vars(opt).items() if key not in runtime} | {
@@ -303,7 +303,7 @@ total_batch_size: 64
 
 def test_stock_file_is_read_without_a_word(tmp_path, caplog):
     (tmp_path / "opt.yaml").write_text(STOCK)
-    opt = load_options(tmp_path / "opt.yaml")
+    opt = read_options(tmp_path / "opt.yaml")[0]
     assert not caplog.records
     assert (opt.batch_size, opt.epochs, opt.sync_bn, opt.evolve) == (64, 100, True, False)
     assert opt.cfg == "cfg/training/yolov7-tiny.yaml"
@@ -313,7 +313,7 @@ def test_stock_file_is_read_without_a_word(tmp_path, caplog):
 
 def test_unknown_keys_are_named_once_and_dropped(tmp_path, caplog):
     (tmp_path / "opt.yaml").write_text("epochs: 5\nrl_augment: true\nhead_params: a.yaml\n1: 2\n")
-    opt = load_options(tmp_path / "opt.yaml")
+    opt = read_options(tmp_path / "opt.yaml")[0]
     assert opt.epochs == 5 and opt.batch_size == 16 and not hasattr(opt, "rl_augment")
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "opt.yaml: options unknown here are ignored: rl_augment, head_params, 1" in caplog.text
@@ -359,7 +359,7 @@ def test_unknown_keys_are_named_once_and_dropped(tmp_path, caplog):
 def test_files_that_cannot_be_used(text, message, tmp_path):
     (tmp_path / "opt.yaml").write_text(text)
     with pytest.raises(ValueError, match=f"opt.yaml.*{message}"):
-        load_options(tmp_path / "opt.yaml")
+        read_options(tmp_path / "opt.yaml")[0]
 
 
 ODD = [None, True, False, 0, 1, -1, 2.5, 10**400, float("nan"), float("-inf"), "", "yes", "3", [], [1], [[1]], [None],
@@ -372,7 +372,7 @@ def test_a_value_is_one_that_the_command_line_could_give_or_a_sentence(name, tmp
     for value in ODD:
         path.write_text(yaml.safe_dump({"cfg": "c.yaml", name: value}))
         try:
-            opt = load_options(path)
+            opt = read_options(path)[0]
             check_train_options(opt)
         except ValueError as error:
             assert name in str(error) or flag.name in str(error) or "--cfg" in str(error), (value, error)
@@ -388,14 +388,14 @@ def test_a_value_is_one_that_the_command_line_could_give_or_a_sentence(name, tmp
 def test_files_of_any_bytes(content, tmp_path):
     (tmp_path / "opt.yaml").write_bytes(content)
     try:
-        assert load_options(tmp_path / "opt.yaml").epochs == (5 if b"epochs" in content else 300)
+        assert read_options(tmp_path / "opt.yaml")[0].epochs == (5 if b"epochs" in content else 300)
     except ValueError as error:
         assert "opt.yaml" in str(error)
 
 
 def test_missing_file(tmp_path):
     with pytest.raises(ValueError, match="opt.yaml is missing: a run can only be resumed"):
-        load_options(tmp_path / "opt.yaml")
+        read_options(tmp_path / "opt.yaml")[0]
 
 
 def test_written_file_is_plain_yaml(tmp_path):

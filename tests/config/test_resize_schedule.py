@@ -33,7 +33,8 @@ def test_without_a_schedule():
         ("1:320", "have to begin with 0"),
         ("0:320,0:480", "to rise"),
         ("0:320,9:480,5:640", "to rise"),
-        ("0:0", "at least 1 pixel"),
+        ("0:0", "size 0 is too small: it has to be at least 1"),
+        ("0:99999,20:640", "size 99999 is too large: it has to be at least 1 and at most 16000"),
     ],
 )
 def test_wrong_schedules(text, message):

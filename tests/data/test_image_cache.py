@@ -101,7 +101,7 @@ def test_memory_can_be_given_back_while_another_process_maps_it(folder):
 @pytest.mark.parametrize("cache", ["disk", "ram"])
 def test_an_image_that_changed_its_size_is_named(cache, folder, monkeypatch):
     monkeypatch.setattr(image_cache, "resized_shape", lambda height, width, size: (size, size))
-    with pytest.raises(ValueError, match=r"\.\w+: the picture changed its size since the labels were scanned"):
+    with pytest.raises(ValueError, match=r"\.\w+: the image changed its size since the labels were scanned"):
         open_set(folder, cache)
 
 
@@ -264,7 +264,6 @@ def test_file_systems_that_reserve_nothing(folder, monkeypatch):
     assert all(np.array_equal(cached.imgs[i], load_image(plain, i)[0]) for i in range(12))
 
 
-@pytest.mark.skipif(image_cache.fcntl is None, reason="a system without such locks")
 def test_a_file_system_without_locks(folder, monkeypatch):
     def refuse(file, flags):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))

@@ -132,7 +132,7 @@ def test_image_that_changed_its_size_is_named(tmp_path):
     path = write_dataset(tmp_path, {"a": (64, 64, "0 0.5 0.5 0.5 0.5\n")})
     dataset = LoadImagesAndLabels(path, 64, augment=True, hyp=ALL_AUGMENTATIONS)
     cv2.imwrite(f"{path}/a.png", np.zeros((32, 64, 3), np.uint8))
-    with pytest.raises(ValueError, match=r"a\.png: the picture changed its size"):
+    with pytest.raises(ValueError, match=r"a\.png: the image changed its size"):
         mosaic.draw_mosaic4(dataset, 0)[:, :]
 
 

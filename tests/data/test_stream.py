@@ -40,7 +40,7 @@ def test_pattern_and_single_file(folder):
 def test_nothing_to_read_is_named(folder):
     with pytest.raises(ValueError, match="nowhere.png: does not exist"):
         LoadImages(str(folder / "nowhere.png"))
-    with pytest.raises(ValueError, match="no pictures"):
+    with pytest.raises(ValueError, match="no images"):
         LoadImages(str(folder / "notes.txt"))
 
 

@@ -124,6 +124,7 @@ def test_attributes_and_raw_output(model):
     ("image", "message"),
     [
         ("http://127.0.0.1:9/a.jpg", "cannot be fetched .* save the image and give its path"),
+        ("http://host/a b.jpg", "cannot be fetched .* save the image and give its path"),
         ("none.jpg", r"none\.jpg: cannot be opened"),
         (3, "image 0 is a int; give paths"),
         (np.zeros((5, 5, 7), np.uint8), r"has the shape \[5, 5, 7\]"),

@@ -30,6 +30,8 @@ def folder(tmp_path, monkeypatch):
         (["RTSP://me:secret@host:554/one", "rtsp://host/x?y=1"], [("stream", "rtsp_host_554_one"),
                                                                   ("stream", "rtsp_host_x_y_1")]),
         (["rtsp://a@host/one", "rtsp://b@host/one"], [("stream", "rtsp_host_one"), ("stream", "rtsp_host_one-2")]),
+        ([f"http://host/{'x' * 300}?a", f"http://host/{'x' * 300}?b"], [("stream", f"http_host_{'x' * 90}"),
+                                                                        ("stream", f"http_host_{'x' * 90}-2")]),
     ],
 )  # fmt: skip
 def test_items(folder, sources, expected):

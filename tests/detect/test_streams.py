@@ -45,6 +45,12 @@ def test_one_of_two_is_not_there(caplog):
     assert [text.partition(" is lost")[0] for text in caplog.messages] == ["http://127.0.0.1:9/x"]
 
 
+def test_what_is_no_stream_is_refused_whatever_opening_it_raises():
+    for address, message in (("7" * 5000, "cannot be opened"), ("rtsp://[host", "is no address")):
+        with pytest.raises(ValueError, match=message):
+            StreamSource(find_items([address]), lambda image: image)
+
+
 def test_a_video_behind_an_address_is_read_once_and_whole(tmp_path):
     """However slow the reader is."""
     write_film(tmp_path / "film.mp4", num_frames=8)

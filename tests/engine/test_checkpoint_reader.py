@@ -54,6 +54,13 @@ def test_training_checkpoint_leaves_the_model_as_it_is():
     assert same(model.state_dict(), before) and model.training
 
 
+@pytest.mark.parametrize("names", [{1: "dog", 0: "cat"}, {"1": "dog", "0": "cat"}, ("cat", "dog")])
+def test_names_of_other_programs_are_a_list_in_the_order_of_the_classes(names, tmp_path):
+    model = tiny_model().eval()
+    model.names = names
+    assert list(read_checkpoint(written(model, tmp_path)).model.attributes["names"]) == ["cat", "dog"]
+
+
 def test_round_trip(content, tmp_path):
     stored = read_checkpoint(written(content, tmp_path))
     assert (stored.epoch, stored.best_fitness, stored.updates, stored.training_results) == (7, 0.25, 3, "0/9 line\n")

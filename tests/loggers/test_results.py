@@ -163,6 +163,24 @@ def test_resume_cuts_what_came_after_the_checkpoint(tmp_path):
     assert [(row["epoch"], row["train/box_loss"]) for row in rows] == [("0", "0.1"), ("1", "0.1")]
 
 
+@pytest.mark.parametrize(
+    ("content", "kept"),
+    [
+        (b"epoch,a\n0,1\n\0\0\0\0", ["0"]),
+        (b"epoch,a\n0,1\n\xff\xfe,1\nx,1\n\n", ["0"]),
+        (b"\n0,1\n", []),
+        (b"\0\0\0\0", []),
+        (b"", []),
+    ],
+)
+def test_a_table_that_a_power_cut_damaged_does_not_keep_a_run_from_going_on(content, kept, tmp_path):
+    (tmp_path / "results.csv").write_bytes(content)
+    report = open_quiet(tmp_path)
+    report.resume("       0/1        0G" + "         0" * 13 + "\n", num_epochs=2)
+    one_epoch(report, 1)
+    assert [row["epoch"] for row in rows_of(tmp_path / "results.csv")] == [*kept, "1"]
+
+
 def test_resume_in_a_new_folder_writes_the_old_lines(tmp_path):
     first = open_quiet(tmp_path / "one")
     one_epoch(first, 0)

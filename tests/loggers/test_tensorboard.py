@@ -64,6 +64,13 @@ def test_images_of_mosaics_and_predictions(tmp_path):
     assert (shown.width, shown.height) == (1280, 640)
 
 
+def test_a_damaged_image_of_an_earlier_run_is_left_out(tmp_path):
+    (tmp_path / "test_batch1_pred.jpg").write_bytes(b"\xff\xd8\xff")
+    run(tmp_path)
+    tags = events_of(tmp_path).Tags()
+    assert "predictions/test_batch1" not in tags["images"] and "hparam/metrics/mAP_0.5" in tags["scalars"]
+
+
 def test_settings_and_final_scores(tmp_path):
     run(tmp_path)
     events = events_of(tmp_path)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from utils.plots.images import BoxStyle, draw_detections
+from utils.plots.images import BoxStyle, draw_detections, plot_images
 
 BLUE, ORANGE = (178, 114, 0), (0, 159, 230)  # of classes 0 and 1, as BGR
 BOXES = torch.tensor([[30.0, 40.0, 80.0, 90.0, 0.9, 0.0], [30.0, 40.0, 80.0, 90.0, 0.5, 1.0]])
@@ -39,3 +39,8 @@ def test_names_confidences_and_a_caption():
     assert filled[0] == 0 < filled[1] < filled[2]
     assert draw_detections(image, BOXES[:0], ["a"], caption="1 a")[:10, :20].any()
     assert not draw_detections(image, BOXES[:0], ["a"]).any()
+
+
+def test_a_suffix_of_no_image_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"grid\.txt has the suffix of no image format"):
+        plot_images(np.zeros((1, 3, 8, 8), np.uint8), np.zeros((0, 6)), fname=tmp_path / "grid.txt")

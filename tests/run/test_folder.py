@@ -12,7 +12,7 @@ import yaml
 
 from utils.config.flags import KEPT, MACHINE, STAYS, TRAIN_FLAGS, Flag
 from utils.config.hyp import DEFAULTS, save_hyp
-from utils.config.options import load_options, save_options, train_parser
+from utils.config.options import read_options, save_options, train_parser
 from utils.run.entry import NothingToDo
 from utils.run.folder import newest_checkpoint, open_run_folder, prepare_train_options
 from utils.system.distributed import Ranks
@@ -164,7 +164,7 @@ def test_what_changes_speed_may_change_in_both_directions(prepare, caplog):
     opt = prepare("--resume --fast --fast-step --cuda-graph --fast-val --sync-interval 5 --amp bf16 --worker-tensor")
     assert opt.fast and opt.fast_step and opt.cuda_graph and opt.fast_val and opt.worker_tensor
     assert (opt.sync_interval, opt.amp) == (5, "bf16") and "ignored" not in caplog.text
-    opt = load_options("runs/train/exp/opt.yaml")
+    opt = read_options("runs/train/exp/opt.yaml")[0]
     assert not opt.fast and opt.amp is None, "the next resume goes on as the run began"
     opt.fast = True
     save_options(opt, Path("runs/train/exp/opt.yaml"))
@@ -222,11 +222,12 @@ def test_moved_run(prepare):
     opt = prepare("--resume elsewhere/weights/last.pt")
     assert Path(opt.save_dir).samefile("elsewhere") and Path(opt.hyp).samefile("elsewhere/hyp.yaml")
     assert Path(opt.weights).samefile("elsewhere/weights/last.pt")
-    assert load_options(Path("elsewhere/opt.yaml")).hyp == "hyp.yaml", "the run's own record is not changed"
+    assert read_options(Path("elsewhere/opt.yaml"))[0].hyp == "hyp.yaml", "the run's own record is not changed"
 
 
 def test_newest_run(prepare, monkeypatch):
-    times = {old_run("exp"): 20, old_run("exp2"): 30, checkpoint(Path("a/last_full.pt"), 1): 10}
+    deploy, full = (checkpoint(Path("a", name), 1) for name in ("last_deploy.pt", "last_full.pt"))
+    times = {old_run("exp"): 20, old_run("exp2"): 30, full: 10, deploy: 99}
     checkpoint(Path("b/best.pt"), 1)
     Path("last.pt").mkdir()
     real = Path.stat
@@ -235,14 +236,13 @@ def test_newest_run(prepare, monkeypatch):
         result = real(path, **options)
         if path not in times:
             return result
-        values = list(result[:9]) + [times[path]]
-        return os.stat_result(values, {"st_ctime": float(times[path])})
+        return os.stat_result([*result[:9], times[path]], {"st_ctime": float(times[path])})
 
     monkeypatch.setattr(Path, "stat", stat)
     assert newest_checkpoint() == Path("runs/train/exp2/weights/last.pt")
     assert Path(prepare("--resume").save_dir).name == "exp2"
-    times[Path("a/last_full.pt")] = 40
-    assert newest_checkpoint() == Path("a/last_full.pt")
+    times[full] = 40
+    assert newest_checkpoint() == full
 
 
 def test_strict_data_is_about_one_start(prepare):
@@ -381,7 +381,7 @@ def elsewhere(tmp_path_factory, monkeypatch):
 def started_here():
     """A run as it is written today; returns the absolute path of its last.pt."""
     last = old_run().absolute()
-    opt = load_options(last.parent.parent / "opt.yaml")
+    opt = read_options(last.parent.parent / "opt.yaml")[0]
     opt.save_dir, opt.working_dir, opt.total_batch_size = "runs/train/exp", os.getcwd(), 8
     save_options(opt, last.parent.parent / "opt.yaml")
     return last

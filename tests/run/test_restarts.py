@@ -71,8 +71,17 @@ def test_begins_anew_in_its_folder_before_the_first_checkpoint(names, tmp_path, 
 def test_a_resumed_run(resume, seconds, tmp_path):
     """It goes on from its last checkpoint, but not from one that was there before it was resumed."""
     begun(tmp_path / "runs/exp", "last.pt", seconds=seconds)
-    last = "runs/exp/weights/last.pt" if seconds < 0 else resume
-    assert outcome(options(resume=resume)) == (True, last, "")
+    opt = options(resume=resume)
+    assert restarts.go_on(opt) and opt.save_dir == ""
+    last = "runs/exp/weights/last.pt"
+    assert (os.path.abspath(opt.resume) == str(tmp_path / last)) if seconds < 0 else opt.resume == resume
+
+
+def test_a_checkpoint_that_is_named_from_inside_its_run(tmp_path, monkeypatch):
+    begun(tmp_path / "runs/exp", "last.pt", seconds=-60)
+    monkeypatch.chdir(tmp_path / "runs/exp")
+    last = str(tmp_path / "runs/exp/weights/last.pt")
+    assert outcome(options(resume="weights/last.pt")) == (True, last, "")
 
 
 def test_note_keeps_the_time_of_the_first_start(tmp_path, monkeypatch):

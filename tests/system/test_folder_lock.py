@@ -262,9 +262,3 @@ def test_without_locks_another_host_is_believed_for_an_hour(tmp_path, no_locks, 
     os.utime(tmp_path / "weights", (time.time() - ABANDONED - 60,) * 2)
     own(tmp_path, ADVICE)
     assert "taken over from process 7 on elsewhere: nothing was written there for 61 minutes" in caplog.text
-
-
-def test_a_system_without_locks_at_all(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder_lock, "fcntl", None)
-    own(tmp_path, ADVICE)
-    assert (tmp_path / NAME).exists()

@@ -76,12 +76,6 @@ def test_a_side_of_a_single_flag():
     assert ab_compare.parse(["--args=--notest", "--b=--fast"]).b == "--fast"
 
 
-def test_cells():
-    assert ab_compare.cell([1.0, 3.0, 2.0], "{:.1f}") == "2.0 (1.0 to 3.0)"
-    assert ab_compare.cell([None, 2.0], "{:.1f}") == "2.0"
-    assert ab_compare.cell([None], "{:.1f}") == "not measured"
-
-
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "TRAIN", test_runner.FAKE)

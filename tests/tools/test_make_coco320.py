@@ -42,7 +42,7 @@ def coco(tmp_path):
 @pytest.fixture
 def here(monkeypatch):
     """No processes: threads are enough for eight images."""
-    monkeypatch.setattr(tool, "workers_of", ThreadPoolExecutor)
+    monkeypatch.setattr(tool, "forked_pool", lambda count, enter: ThreadPoolExecutor(count))
 
 
 def make(coco, *flags, out="small"):

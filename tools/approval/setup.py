@@ -70,7 +70,7 @@ class Setup:
             if not self.hyp:
                 base = PROJECT_ROOT / "data" / "hyp.shapes.yaml"
                 self.hyp = str(runner.write_hyp(base, {"loss_ota": 1, "lr0": 0.003}, self.out / "hyp.yaml"))
-        self.hyp = self.hyp or "data/hyp.scratch.tiny.yaml"
+        self.hyp = self.hyp or str(PROJECT_ROOT / "data" / "hyp.scratch.tiny.yaml")
 
     def arguments(self, epochs, *flags, small=True, device=None):
         """A command line of train.py (words) with the same data, model and --seed for every run.

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from tools.experiments import command_line, runner
 from utils.config.options import train_parser
+from utils.system.cores import usable_cores
 from utils.system.files import shown
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ def read_devices(text, words, where):
 
 def warn_about_cores(num_runs, workers, where):
     """Warn when `num_runs` trainings with `workers` each have more workers than there are cores."""
-    if num_runs > 1 and num_runs * workers > (cores := runner.num_cores()):
+    if num_runs > 1 and num_runs * workers > (cores := usable_cores()):
         logger.warning("%d trainings at a time with --workers %d each need %d cores, this machine has %d: give fewer "
                        "--workers in %s", num_runs, workers, num_runs * workers, cores, where)  # fmt: skip
 

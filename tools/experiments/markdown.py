@@ -14,6 +14,13 @@ def show(value, form):
     return "not measured" if value is None else form.format(value)
 
 
+def spread(values, form):
+    """Median in the format `form`, with the lowest and highest of several values; "not measured" without any."""
+    known = [value for value in values if value is not None]
+    text = show(median(values), form)
+    return text if len(known) < 2 else f"{text} ({form.format(min(known))} to {form.format(max(known))})"
+
+
 def median(values):
     """Median of what was measured; None when nothing was."""
     known = [value for value in values if value is not None]

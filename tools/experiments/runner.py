@@ -22,6 +22,7 @@ import yaml
 from utils.config.data_yaml import read_yaml
 from utils.loggers.monitor import ResourceMonitor, Usage, gpu_name
 from utils.system.children import PARENT
+from utils.system.cores import usable_cores
 from utils.system.files import PROJECT_ROOT
 from utils.system.folder_lock import check_free
 
@@ -78,21 +79,9 @@ class FinishedRun:
         return path.read_text(encoding="utf-8", errors="replace").replace("\r", "\n") if path.is_file() else ""
 
 
-def run_training(
-    arguments: Sequence,
-    folder: str | Path,
-    on_epoch: Callable[[list[dict]], str | None] | None = None,
-    timeout: float | None = None,
-    environment: dict[str, str] | None = None,
-) -> FinishedRun:
-    """Train with the command line `arguments` into `folder`, wait for the end, and return the FinishedRun.
-
-    `on_epoch(rows)` is called whenever an epoch is complete; what it returns, if anything, is the reason to stop the
-    run. After `timeout` seconds the run is stopped and counts as failed. `environment` adds variables. With everything
-    that ends this function, an interruption included, the process and its workers end too, and when this process is
-    killed (Linux).
-    """
-    return at_once([training(arguments, folder, on_epoch, timeout, environment)])[0]
+def run_training(*arguments: Any, **options: Any) -> FinishedRun:
+    """`training` with these arguments, to its end."""
+    return at_once([training(*arguments, **options)])[0]
 
 
 def training(
@@ -102,7 +91,13 @@ def training(
     timeout: float | None = None,
     environment: dict[str, str] | None = None,
 ) -> Generator[subprocess.Popen, None, FinishedRun]:
-    """`run_training` for `at_once`: yields the process as long as it runs, and returns the FinishedRun."""
+    """Train with the command line `arguments` into `folder`, for `at_once`: yields the process as long as it runs.
+
+    `on_epoch(rows)` is called whenever an epoch is complete; what it returns, if anything, is the reason to stop the
+    run. After `timeout` seconds the run is stopped and counts as failed. `environment` adds variables. With everything
+    that ends this generator, an interruption included, the process and its workers end too, and when this process is
+    killed (Linux).
+    """
     folder = Path(folder)
     check_free(folder, "end it")
     folder.mkdir(parents=True, exist_ok=True)
@@ -282,16 +277,11 @@ def machine():
     return {
         "commit": current_commit(),
         "GPU": gpu_name() or "none that NVML shows",
-        "CPU cores": str(num_cores()),
+        "CPU cores": str(usable_cores()),
         "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         "packages": ", ".join(versions),
         "date": time.strftime("%Y-%m-%d %H:%M"),
     }
-
-
-def num_cores():
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def current_commit():

@@ -5,6 +5,7 @@ The table is a CSV with a row for each trial that has ended; it is all that a re
 """
 
 import csv
+import io
 import json
 import logging
 import math
@@ -148,7 +149,7 @@ class TrialTable:
 
     def _load(self):
         try:
-            rows = csv.DictReader(read_text(self.path).splitlines(), strict=True)
+            rows = csv.DictReader(io.StringIO(read_text(self.path), newline=""), strict=True)
             if missing := [name for name in COLUMNS if name not in (rows.fieldnames or ())]:
                 raise ValueError(f"it lacks the columns {', '.join(missing)}")
             for number, row in enumerate(rows, 2):

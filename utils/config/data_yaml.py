@@ -25,9 +25,8 @@ from utils.system.files import printable, read_text, shown
 
 logger = logging.getLogger(__name__)
 
-MAX_DEPTH = (
-    200  # of brackets: PyYAML looks at all that are open for each further one, for seconds where they are thousands
-)
+# Of brackets: PyYAML looks at all that are open for each further one, for seconds where they are thousands.
+MAX_DEPTH = 200
 MAX_ENTRIES = 200_000  # a few lines with aliases can stand for more entries than fit into memory
 
 # YAML 1.1 makes 8 of 010, 1.1 of 1.10, 750 of 12:30, true of yes, and a date of 2024-01-05. A class or a folder of that
@@ -87,15 +86,13 @@ def repeated_names(names: Sequence) -> str:
     return f"{shown(repeated[0])} is the name of the classes {ids}{more}; give each class a name of its own"
 
 
-def check_same_names(data: DataConfig, names: Sequence | dict | None, source: str, strict: bool, same_data: bool):
+def check_same_names(data: DataConfig, names: Sequence | None, source: str, strict: bool, same_data: bool):
     """Warn when `names`, the classes of the model in the file `source`, are not those of the data yaml at their ids.
 
     With `same_data` (a test, a resumed run) every other name counts, else only one that is another id's name here: a
     model may be trained further on other classes. With `strict` it is a ValueError. Nothing is said of another number
     of classes, nor of a model whose classes have no names but their numbers.
     """
-    if isinstance(names, dict):  # {0: name, 1: name, ...}, as in files of other programs
-        names = [name for _, name in sorted(names.items(), key=lambda item: str(item[0]).zfill(9))]
     theirs = [str(name) for name in names] if isinstance(names, (list, tuple)) else []
     if len(theirs) != data.nc or theirs in ([str(c) for c in range(data.nc)], data.names):
         return

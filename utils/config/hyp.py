@@ -10,7 +10,7 @@ import yaml
 
 from utils.config.data_yaml import read_yaml
 from utils.config.limits import SHARE, SHARE_BELOW_ONE, Range, above, at_least
-from utils.system.files import printable, shown
+from utils.system.files import atomic_write, printable, shown
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,8 @@ def _listing(keys):
 
 def save_hyp(hyp: dict, path: str | Path) -> None:
     """Write hyper-parameters as YAML, in their order."""
-    Path(path).write_text(yaml.safe_dump(hyp, sort_keys=False), encoding="utf-8")
+    with atomic_write(path, "w") as file:
+        yaml.safe_dump(hyp, file, sort_keys=False)
 
 
 def scale_hyp(hyp: dict, num_layers: int, num_classes: int, image_size: int, label_smoothing: float = 0.0) -> dict:

@@ -182,7 +182,7 @@ def check_export_options(opt: argparse.Namespace) -> None:
     if len(opt.img_size) > 2:
         raise ValueError(f"--img-size {opt.img_size} has to be one or two numbers: height, width")
     opt.img_size = [opt.img_size[0], opt.img_size[-1]]
-    oldest = 18 if opt.exporter == "dynamo" else 12
+    oldest = 18 if opt.exporter == "dynamo" else 12  # of the new exporter; what the readers of YOLOv7's files know
     if opt.exporter == "dynamo" and opt.opset and opt.opset < oldest:
         raise ValueError(f"--opset {opt.opset}: --exporter dynamo writes {oldest} or newer; leave it out for less")
     opt.opset = opt.opset or oldest
@@ -245,16 +245,12 @@ def plain_values(opt: argparse.Namespace) -> dict:
     return {key: str(value) if isinstance(value, Path) else value for key, value in vars(opt).items()}
 
 
-def load_options(path: str | Path) -> argparse.Namespace:
-    """Options of an earlier run from its opt.yaml; unknown keys are dropped with one warning, missing ones default.
-
-    Raises ValueError when the file is missing, no mapping, or has a value that the command line would not take.
-    """
-    return read_options(path)[0]
-
-
 def read_options(path: str | Path) -> tuple[argparse.Namespace, dict]:
-    """As `load_options`, and the RUNTIME_KEYS that the file has."""
+    """(options, the RUNTIME_KEYS) of an earlier run from its opt.yaml.
+
+    Unknown keys are dropped with one warning, missing ones default. Raises ValueError when the file is missing, no
+    mapping, or has a value that the command line would not take.
+    """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"{path} is missing: a run can only be resumed with the opt.yaml that it wrote")

@@ -9,6 +9,8 @@ from the beginning, so that all epochs compare.
 from collections.abc import Callable
 from typing import NamedTuple
 
+from utils.config.limits import SIDE
+
 EXAMPLE = '"0:320,20:480,40:640" (first epoch : pixels)'
 
 
@@ -50,6 +52,5 @@ def parse(text: str) -> ResizeSchedule:
     starts = [stage.start for stage in stages]
     if starts[0] != 0 or starts != sorted(set(starts)):
         raise ValueError(f"--resize-schedule {text!r}: its epochs have to begin with 0 and to rise, as in {EXAMPLE}")
-    if min(stage.size for stage in stages) < 1:
-        raise ValueError(f"--resize-schedule {text!r}: a size has to be at least 1 pixel")
+    SIDE.check(f"--resize-schedule {text!r}: size", [stage.size for stage in stages])
     return ResizeSchedule(tuple(stages))

@@ -94,11 +94,11 @@ class LoadImagesAndLabels(Dataset):
         self.indices = range(self.n)
         self.total = self.n  # of all shares
         self.batch = np.arange(self.n) // batch_size
+        self.imgs = [None] * self.n
+        self.memory_cache = None
         if self.rect:
             self._sort_by_aspect_ratio()
             self.batch_shapes = self._shapes_of_batches(pad)
-        self.imgs = [None] * self.n
-        self.memory_cache = None
         if cache_images == "disk":
             use_disk_cache(self, prefix)
         if share:
@@ -110,19 +110,19 @@ class LoadImagesAndLabels(Dataset):
         """Keep part `number` of `count` parts of the batches: whole ones, one after the other, as they are."""
         batches = np.array_split(np.arange(self.batch[-1] + 1), count)[number]
         chosen = np.flatnonzero(np.isin(self.batch, batches))
-        for name in ("img_files", "label_files", "labels", "segments", "imgs"):
-            entries = getattr(self, name)
-            setattr(self, name, [entries[i] for i in chosen])
-        self.shapes, self.batch, self.n = self.shapes[chosen], self.batch[chosen], len(chosen)
-        self.indices = range(self.n)
+        self._take(chosen)
+        self.batch, self.n, self.indices = self.batch[chosen], len(chosen), range(len(chosen))
 
     def _sort_by_aspect_ratio(self):
         """Wide images first. The order of equal ratios is that of NumPy's default sort, as in stock."""
-        order = (self.shapes[:, 1] / self.shapes[:, 0]).argsort()
-        self.shapes = self.shapes[order]
-        for name in ("img_files", "label_files", "labels", "segments"):
+        self._take((self.shapes[:, 1] / self.shapes[:, 0]).argsort())
+
+    def _take(self, chosen):
+        """Leave the images of these indices, in their order."""
+        for name in ("img_files", "label_files", "labels", "segments", "imgs"):
             entries = getattr(self, name)
-            setattr(self, name, [entries[i] for i in order])
+            setattr(self, name, [entries[i] for i in chosen])
+        self.shapes = self.shapes[chosen]
 
     def _shapes_of_batches(self, pad):
         """(height, width) of each batch in pixels [num batches x 2], multiples of the stride; `pad` in strides."""

@@ -81,4 +81,5 @@ class NamedErrors(Dataset):
 
 def _last_line(error):
     """What torch's loader wants to say: it puts the traceback of a worker in front."""
-    return str(error).strip().splitlines()[-1].removeprefix(f"{LoaderError.__module__}.{LoaderError.__name__}: ")
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[-1].removeprefix(f"{LoaderError.__module__}.{LoaderError.__name__}: ")

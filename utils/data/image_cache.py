@@ -8,6 +8,7 @@ and no others, and once it is there it is never changed.
 """
 
 import errno
+import fcntl
 import hashlib
 import logging
 import os
@@ -22,11 +23,6 @@ from utils.data.training_size import load_scanned, resized_shape
 from utils.system.files import atomic_write, printable, remove_leftovers
 from utils.system.memory import check_memory, describe_bytes, give_back, shared_array
 from utils.system.progress import progress
-
-try:
-    import fcntl
-except ImportError:  # Windows, which removes no file that is mapped
-    fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +77,7 @@ def use_disk_cache(dataset, prefix=""):
             f"--cache-images disk: {printable(path)} was written but cannot be read as memory; the file system may not "
             "allow it: use --cache-images ram"
         )
-    logger.info("%spictures are read from %s (%.1f GB)", prefix, printable(path), num_bytes / 1e9)
+    logger.info("%simages are read from %s (%.1f GB)", prefix, printable(path), num_bytes / 1e9)
     dataset.imgs = views(pixels, shapes, ends)
 
 
@@ -107,7 +103,7 @@ def _mapped(path, num_bytes):
     try:
         with path.open("rb") as file:
             try:
-                _lock(file, shared=True)
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:  # somebody is about to remove it
                 return None
             except OSError:  # not every file system has locks; without them nothing is removed
@@ -118,12 +114,6 @@ def _mapped(path, num_bytes):
         return None
 
 
-def _lock(file, shared):
-    """Lock an open file as its users do (shared), or alone; OSError if others have it locked."""
-    if fcntl is not None:
-        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-
-
 def _remove_unused(folder, family):
     """Delete caches that no process has mapped and whose names begin with `family`: they need as much room as this one.
 
@@ -131,7 +121,7 @@ def _remove_unused(folder, family):
     """
     for path in [entry for entry in folder.iterdir() if entry.name.startswith(family) and ".pixels." in entry.name]:
         with suppress(OSError), path.open("r+b") as file:  # in use, or gone meanwhile
-            _lock(file, shared=False)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
             logger.info("%s of other images is removed", printable(path))
 

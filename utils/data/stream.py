@@ -29,7 +29,7 @@ class LoadImages:
         videos = [file for file in files if _suffix(file) in VIDEO_SUFFIXES]
         if not images and not videos:
             raise ValueError(
-                f"{path}: no pictures ({', '.join(IMAGE_SUFFIXES)}) or videos ({', '.join(VIDEO_SUFFIXES)}) found"
+                f"{path}: no images ({', '.join(IMAGE_SUFFIXES)}) or videos ({', '.join(VIDEO_SUFFIXES)}) found"
             )
         self.files = images + videos
         self.num_images = len(images)
@@ -105,4 +105,4 @@ def _matching_files(path):
     if "*" in str(path):
         fixed = next(folder for folder in path.parents if "*" not in str(folder))
         return sorted(str(file) for file in fixed.glob(str(path.relative_to(fixed))))
-    raise ValueError(f"{path}: does not exist; give a picture, a video, a folder, or a pattern such as folder/*.jpg")
+    raise ValueError(f"{path}: does not exist; give an image, a video, a folder, or a pattern such as folder/*.jpg")

@@ -39,7 +39,7 @@ def load_scanned(dataset, index, shape):
     img, _, found = load_image(dataset, index)
     if found != shape:
         raise ValueError(
-            f"{printable(dataset.img_files[index])}: the picture changed its size since the labels were scanned; "
+            f"{printable(dataset.img_files[index])}: the image changed its size since the labels were scanned; "
             "start again, so that it is scanned anew"
         )
     return img

@@ -1,7 +1,7 @@
 """A model for other people's scripts: takes images of any kind, gives results with names."""
 
+import http.client
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -115,7 +115,7 @@ def fetch(address: str) -> np.ndarray:
         with urllib.request.urlopen(address, timeout=FETCH_SECONDS) as answer:
             data = np.frombuffer(answer.read(), np.uint8)
         image = cv2.imdecode(data, cv2.IMREAD_COLOR)
-    except (OSError, urllib.error.URLError, ValueError, cv2.error) as error:
+    except (OSError, http.client.HTTPException, ValueError, cv2.error) as error:
         raise ValueError(f"{address} cannot be fetched ({error}); save the image and give its path") from error
     if image is None:
         raise ValueError(f"{address} is no image; give the address of a jpg or png")

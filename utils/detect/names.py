@@ -17,6 +17,7 @@ from utils.system.files import printable, read_text, split_lines
 
 STREAM_SCHEMES = ("rtsp://", "rtmp://", "http://", "https://")
 END_BYTES = 64  # of a GIF, in which its end mark is; zeros may follow
+LONGEST_NAME = 100  # letters of the name of a stream, to which results add theirs; signed addresses are longer
 NOTHING = np.empty((0, 0, 3), np.uint8)
 FORMATS = f"images {', '.join((*IMAGE_SUFFIXES, 'gif'))}; videos {', '.join(VIDEO_SUFFIXES)}"
 
@@ -168,13 +169,16 @@ def _named_streams(addresses):
     """Items whose labels and names have no user and no password in them; equal names are numbered."""
     items = []
     for address in addresses:
-        parts = urllib.parse.urlsplit(address)
+        try:
+            parts = urllib.parse.urlsplit(address)
+        except ValueError as error:
+            raise ValueError(f"--source {printable(address)} is no address ({error})") from error
         label = printable(
             f"camera {address}"
             if _is_camera(address)
             else parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
         )
-        name = re.sub(r"[^\w.-]+", "_", label).strip("_")
+        name = re.sub(r"[^\w.-]+", "_", label).strip("_")[:LONGEST_NAME]
         number = sum(item.name == name or item.name.rpartition("-")[0] == name for item in items)
         items.append(Item(address, "stream", label, f"{name}-{number + 1}" if number else name, num_frames=0))
     return items

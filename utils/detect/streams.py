@@ -79,7 +79,7 @@ class StreamReader(threading.Thread):
             else:
                 limits = [cv2.CAP_PROP_OPEN_TIMEOUT_MSEC, TIMEOUT, cv2.CAP_PROP_READ_TIMEOUT_MSEC, TIMEOUT]
                 self.capture = cv2.VideoCapture(path, cv2.CAP_FFMPEG, limits)
-        except (cv2.error, OverflowError, UnicodeError):  # no number of a camera, no address
+        except (cv2.error, OverflowError, ValueError):  # no number of a camera, no address
             return False
         fps, length = self.capture.get(cv2.CAP_PROP_FPS), self.capture.get(cv2.CAP_PROP_FRAME_COUNT)
         self.item.fps = fps if 1 <= fps <= 240 else self.item.fps

@@ -187,8 +187,11 @@ def _stored(model, extent):
     if not isinstance(cfg, dict | None):
         raise ValueError("the yaml of its model is no mapping")
     attached = {name: extent.add(attributes[name]) for name in ATTACHED if name in attributes}
-    if not isinstance(extent.add(attached.get("names", []), plain="the names"), list | tuple | dict):
+    names = extent.add(attached.get("names", []), plain="the names")
+    if not isinstance(names, list | tuple | dict):
         raise ValueError("the names of its model are no list")
+    if isinstance(names, dict):  # {0: name, 1: name, ...}, as in files of other programs
+        attached["names"] = [names[key] for key in sorted(names, key=lambda key: str(key).zfill(9))]
     heads = description_in_model(attributes)
     if cfg is not None and heads is not None:
         cfg = cfg | {"head_config": heads}

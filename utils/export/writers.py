@@ -12,12 +12,9 @@ import torch
 from utils.export.outputs import COUNTED, as_list
 from utils.system.streams import quiet_loggers
 
-LEGACY_OPSET, DYNAMO_OPSET = 12, 18  # what the readers of YOLOv7's files know; the oldest of the new exporter
-
 
 def metadata(model, size, batch_size, settings):
     """What other programs read from a file, {key: text}; `size` is (height, width) in pixels."""
-    names = model.names if isinstance(model.names, dict) else dict(enumerate(model.names))
     return {
         "description": "YOLOv7 detector, exported by Yolov7fast",
         "date": datetime.datetime.now().isoformat(timespec="seconds"),
@@ -27,7 +24,7 @@ def metadata(model, size, batch_size, settings):
         "batch": str(batch_size),
         "imgsz": str(list(size)),
         "channels": str(model.yaml["ch"]),
-        "names": str({int(c): str(name) for c, name in names.items()}),
+        "names": str(dict(enumerate(map(str, model.names)))),
         "args": str(settings),
     }
 

@@ -4,6 +4,7 @@ The main process has a RunReport, every other rank a NullReport with the same me
 """
 
 import csv
+import io
 import logging
 import math
 import time
@@ -35,9 +36,7 @@ NUM_PREVIEWS = 10  # training batches drawn at the start of a run
 PREVIEW_IMAGES = 16
 
 
-def open_report(
-    opt: Namespace, names: Sequence[str] | dict, ranks: Ranks, heads: Sequence = ()
-) -> "RunReport | NullReport":
+def open_report(opt: Namespace, names: Sequence[str], ranks: Ranks, heads: Sequence = ()) -> "RunReport | NullReport":
     """The report of this process: a search (--evolve) leaves no images and no event file, other ranks nothing.
 
     `heads` (name, class ids) of a model with several detection heads; its report has scores by head and by class.
@@ -54,7 +53,7 @@ def open_report(
 class RunReport:
     """The record of one training run in the folder `save_dir`.
 
-    `num_epochs` is the last epoch number plus one, `names` the class names (list or dict). Off on request: `images`,
+    `num_epochs` is the last epoch number plus one, `names` the class names. Off on request: `images`,
     `tensorboard` (the event file). On request: `per_class`, results_per_class.csv and events with the AP@.5:.95 of
     every class; the scores of `num_heads` detection heads. `world_size` is the number of training processes.
 
@@ -63,11 +62,11 @@ class RunReport:
     CSV files start anew with the first epoch, unless `resume` was called.
     """
 
-    def __init__(self, save_dir: str | Path, num_epochs: int, names: Sequence[str] | dict, images=True,
+    def __init__(self, save_dir: str | Path, num_epochs: int, names: Sequence[str], images=True,
                  tensorboard=True, per_class=False, num_heads=0, world_size=1):  # fmt: skip
         self.save_dir = Path(save_dir)
         self.num_epochs = num_epochs
-        self.names = class_names(list(names.values()) if isinstance(names, dict) else names)
+        self.names = class_names(names)
         self.draws_images = images
         self.save_dir.mkdir(parents=True, exist_ok=True)
         self.results_file = self.save_dir / "results.txt"
@@ -252,12 +251,13 @@ class _CsvTable:
         self.columns = None
 
     def keep(self, num_epochs):
-        """Keep only the rows of epochs below `num_epochs`, and no half line that a killed run left behind."""
+        """Keep only the rows of epochs below `num_epochs`, and nothing that a killed run or a power cut left behind."""
         rows = []
         if num_epochs and self.path.is_file():
-            with self.path.open(newline="", encoding="utf-8") as file:
-                self.columns, *rows = list(csv.reader(file)) or [None]
-        rows = [row for row in rows if len(row) == len(self.columns) and int(row[0]) < num_epochs]
+            text = self.path.read_text(encoding="utf-8", errors="replace").replace("\0", "")
+            titles, *rows = csv.reader(io.StringIO(text)) if text else [[]]
+            self.columns = titles if titles[:1] == ["epoch"] else None
+        rows = [row for row in rows if len(row) == len(self.columns or ()) and _is_below(num_epochs, row[0])]
         with atomic_write(self.path, "w", newline="") as file:
             csv.writer(file).writerows([self.columns, *rows] if self.columns else [])
 
@@ -269,6 +269,10 @@ class _CsvTable:
                 self.columns = list(row)
                 writer.writerow(self.columns)
             writer.writerow([f"{row[column]:.6g}" if column in row else "" for column in self.columns])
+
+
+def _is_below(num_epochs, text):
+    return text.isascii() and text.isdecimal() and int(text) < num_epochs
 
 
 def _reserved_memory():

@@ -3,6 +3,7 @@
 import logging
 import re
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -96,7 +97,7 @@ class TensorBoardLogger:
         """
         self.monitor.stop()
         for path in sorted(self.save_dir.glob("test_batch*_pred.jpg")):
-            with Image.open(path) as image:
+            with suppress(OSError), Image.open(path) as image:  # one of an earlier run may be damaged
                 self._show(f"predictions/{path.stem.removesuffix('_pred')}", np.asarray(image.convert("RGB")))
         settings = run_settings(self.save_dir)
         if settings and scores:

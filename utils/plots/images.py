@@ -45,7 +45,8 @@ def plot_images(
 
     images [B x 3 x H x W, RGB, uint8 0..255 or float 0..1], array or tensor on any device; it is only read.
     targets [n x 6: image, class, x, y, w, h normalised], or [n x 7] with a confidence: then rows above 0.25 are drawn.
-    `max_size` is the longest side of a cell in pixels. Returns the grid [height x width x 3, RGB, uint8].
+    `max_size` is the longest side of a cell in pixels. Returns the grid [height x width x 3, RGB, uint8]. Raises
+    ValueError without images, and for a suffix of no image format.
     """
     images, targets = _array(images[:max_subplots]), _array(targets)
     if not len(images):
@@ -66,7 +67,9 @@ def plot_images(
         grid.paste(cell, (GAP + column * (width + GAP), GAP + row * (height + GAP)))
     if fname is not None:
         Path(fname).parent.mkdir(parents=True, exist_ok=True)
-        kind = Image.registered_extensions()[Path(fname).suffix.lower()]
+        kind = Image.registered_extensions().get(Path(fname).suffix.lower())
+        if kind is None:
+            raise ValueError(f"{printable(fname)} has the suffix of no image format; name a .jpg or .png")
         with atomic_write(fname) as file:
             grid.save(file, format=kind, quality=92)
     return np.asarray(grid)

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from utils.system.children import end_with_starter
 from utils.system.distributed import lost_process
 from utils.system.files import folded, printable
-from utils.system.streams import LastingStream, keep_streams
+from utils.system.streams import LastingStream, keep_streams, wants_traceback
 
 # Modules whose warnings are about this process and its batches; what the others warn of is the same in every process.
 OWN_NEWS = ("utils.data.fast.shm_batches", "utils.fast.graph_step", "utils.fast.loss_readback")
@@ -80,16 +80,11 @@ def run(main: Callable[[Namespace], None], opt: Namespace) -> None:
     except NothingToDo as message:
         logging.getLogger("run").info("%s", message)
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
-        if is_out_of_memory(error) and os.environ.get("YOLOV7FAST_TRACEBACK") != "1":
-            sys.exit(refuse(ValueError(out_of_memory(error, opt)), opt))
-        lost = lost_process(error)
-        if lost and os.environ.get("YOLOV7FAST_TRACEBACK") != "1":
-            sys.exit(refuse(ValueError(lost), opt))
-        if isinstance(error, RuntimeError) and not str(error).startswith(tuple(MACHINE_FAULTS)):
+        sentence = out_of_memory(error, opt) if is_out_of_memory(error) else lost_process(error)
+        is_bug = isinstance(error, RuntimeError) and not str(error).startswith(tuple(MACHINE_FAULTS))
+        if wants_traceback() or (is_bug and not sentence):
             raise
-        if os.environ.get("YOLOV7FAST_TRACEBACK") == "1":
-            raise
-        sys.exit(refuse(error, opt))
+        sys.exit(refuse(ValueError(sentence) if sentence else error, opt))
     except KeyboardInterrupt:
         print(_for_program(f"interrupted; {RESUME}", opt), file=sys.stderr, flush=True)
         sys.exit(130)
@@ -143,7 +138,7 @@ def _report_thread(fault, opt=None):
 
     Anything else is a bug, and a traceback.
     """
-    if isinstance(fault.exc_value, OSError) and os.environ.get("YOLOV7FAST_TRACEBACK") != "1":
+    if isinstance(fault.exc_value, OSError) and not wants_traceback():
         logging.getLogger("run").warning("a file is not complete: %s", printable(_describe(fault.exc_value, opt)))
     else:
         threading.__excepthook__(fault)

@@ -125,6 +125,7 @@ def add_row(path, results, hyp, names):
 def save_best(table, names, hyp, path):
     """hyp_evolved.yaml: the best row so far, under a comment with its results."""
     best = read_table(table, names)[0]
-    text = yaml.safe_dump(hyp | dict(zip(names, best[NUM_RESULTS:].tolist(), strict=True)), sort_keys=False)
     results = " ".join(f"{value:.4g}" for value in best[:NUM_RESULTS])
-    Path(path).write_text(f"# P R mAP@.5 mAP@.5:.95 box obj cls: {results}\n{text}", encoding="utf-8")
+    with atomic_write(path, "w") as file:
+        file.write(f"# P R mAP@.5 mAP@.5:.95 box obj cls: {results}\n")
+        yaml.safe_dump(hyp | dict(zip(names, best[NUM_RESULTS:].tolist(), strict=True)), file, sort_keys=False)

@@ -90,14 +90,13 @@ def table(opt: Namespace, device: torch.device) -> tuple[FastPath, ...]:
     graph, step, loss = (wanted_for_a_step(opt, name) for name in ("cuda_graph", "fast_step", "fast_loss"))
     targets_device = torch.device("cpu") if loss else None  # --fast-loss prepares its candidates there
     on_gpu, loader, changing = device.type == "cuda", loader_options(opt, device), asked(opt, "multi_scale", "rect")
-    validation, is_several = asked(opt, "fast_val", "fast"), getattr(opt, "world_size", 1) > 1
+    validation, is_several = asked(opt, "fast_val", "fast"), has_several(opt)
     images, has_asked = wanted_images(opt, device), opt.cache_images == "gpu"
     compiling = "USE_COMPILE=1" if is_on("USE_COMPILE") else None
     compiler = load("utils.fast.compile:options_from_environment")() if compiling else ()
     losses = "whole batch at once (loss/batched.py)"
     if on_gpu and (lacking := why_no_kernels(device)):
         losses += f", by operations of torch ({lacking})"
-    several = step if getattr(opt, "world_size", 1) > 1 else None
     return (
         FastPath("loader", describe(loader), " ".join(filter(None, (asked(opt, name) for name in LOADER_FLAGS))), None,
                  lambda _: asking_ahead(loader, opt, device)),
@@ -116,8 +115,8 @@ def table(opt: Namespace, device: torch.device) -> tuple[FastPath, ...]:
                  lambda plain: partial(plain, targets_device=targets_device)),
         FastPath("batches", "copied ahead on a side stream, as bytes" if on_gpu else "as bytes", step, None,
                  lambda _: load("utils.fast.prefetcher:Prefetcher")(targets_device, floats=opt.multi_scale)),
-        FastPath("data_parallel", "gradients added in one piece (fast/exchange.py)", several, why_wrapped(opt),
-                 lambda _: distributed.without_wrapper),
+        FastPath("data_parallel", "gradients added in one piece (fast/exchange.py)", step if is_several else None,
+                 why_wrapped(opt), lambda _: distributed.without_wrapper),
         FastPath("forward", "fused kernels (models/fused)", step, step and why_not_fused(opt, device, compiling),
                  lambda _: load("models.fused.network:fused_model")),
         FastPath("compile", f"torch.compile ({', '.join(compiler)})", compiling,
@@ -199,6 +198,11 @@ def asked(opt: Namespace, *names: str) -> str | None:
     return None
 
 
+def has_several(opt: Namespace) -> bool:
+    """Whether several processes train; options that no run has completed yet are of one."""
+    return getattr(opt, "world_size", 1) > 1
+
+
 def wanted_for_a_step(opt, name):
     """As `asked`, for the graph and what it needs: --fast means all that this machine can run."""
     return asked(opt, name, "fast") or (f"--cuda-graph needs {TRAIN_FLAGS[name].name}" if opt.cuda_graph else None)
@@ -265,7 +269,7 @@ def why_not_kept(opt: Namespace, device: torch.device) -> str | None:
 def step_options(opt: Namespace) -> dict[str, Any]:
     """Keyword arguments of FastSteps and GraphSteps."""
     options = {"interval": opt.sync_interval}
-    if getattr(opt, "world_size", 1) > 1 and not why_wrapped(opt):
+    if has_several(opt) and not why_wrapped(opt):
         options["open_exchange"] = partial(load("utils.fast.exchange:Exchange"), timeout=opt.loader_timeout)
     return options
 
@@ -277,7 +281,7 @@ def why_wrapped(opt: Namespace) -> str | None:
 
 def _not_bare(opt):
     """What stands between the steps and the modules of the model."""
-    several = getattr(opt, "world_size", 1) > 1
+    several = has_several(opt)
     return {"--sync-bn exchanges statistics within the model": several and opt.sync_bn,
             "the model is wrapped for several processes": several and why_wrapped(opt),
             "several GPUs in one process": "," in str(opt.device) and not several}  # fmt: skip

@@ -219,8 +219,11 @@ def _refuse_finished(checkpoint, opt, run):
 
 
 def newest_checkpoint() -> Path:
-    """The last*.pt below the working directory that was written last; ValueError when there is none."""
-    found = [path for path in Path().glob("**/last*.pt") if path.is_file()]
+    """The last*.pt below the working directory that was written last; ValueError when there is none.
+
+    A last_deploy.pt, from tools/reparameterize.py, holds no training.
+    """
+    found = [path for path in Path().glob("**/last*.pt") if path.is_file() and not path.stem.endswith("_deploy")]
     if not found:
         raise ValueError("--resume: there is no last.pt below the working directory; give its path")
     return max(found, key=lambda path: path.stat().st_ctime)

@@ -57,7 +57,7 @@ def _begun(opt):
     if opt.resume is True:
         files = Path().glob(f"**/{NAME}")
     else:
-        run = Path(opt.resume).parent.parent if opt.resume else Path(opt.project, opt.name)
+        run = Path(os.path.abspath(opt.resume)).parent.parent if opt.resume else Path(opt.project, opt.name)
         files = run.parent.glob(f"{glob.escape(run.name)}*/{NAME}")
     for folder in (file.parent for file in files):
         record = _read(folder)

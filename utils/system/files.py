@@ -1,6 +1,7 @@
 """Files and folders: find them, number run folders, write whole files or nothing, read text of any origin."""
 
 import codecs
+import fcntl
 import json
 import logging
 import os
@@ -10,11 +11,6 @@ import sys
 import textwrap
 from contextlib import contextmanager, suppress
 from pathlib import Path
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
 
@@ -136,11 +132,8 @@ def replacement(target):
     descriptor = None
     try:
         descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
-        if fcntl is None:  # a system without such locks does not rename open files either
-            os.close(descriptor)
-        else:
-            with suppress(OSError):  # not every file system has locks
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with suppress(OSError):  # not every file system has locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield temporary
         os.replace(temporary, target)
     except BaseException as error:
@@ -149,7 +142,7 @@ def replacement(target):
             raise OSError(error.errno, os.strerror(error.errno), str(target)) from error
         raise
     finally:
-        if fcntl is not None and descriptor is not None:
+        if descriptor is not None:
             os.close(descriptor)
 
 
@@ -173,7 +166,7 @@ def remove_leftovers(folder, name=None):
 
     A file that a living process is writing is locked, also when it is written from another container.
     """
-    if fcntl is None or not Path(folder).is_dir():
+    if not Path(folder).is_dir():
         return
     wanted = re.compile(rf"\.{re.escape(name) if name else '.+'}\.[0-9a-f]{{12}}\.tmp")
     for path in [entry for entry in Path(folder).iterdir() if wanted.fullmatch(entry.name)]:

@@ -5,7 +5,7 @@ and holds between containers of one machine and on network file systems that hav
 alone: workers that were forked from it do not keep it alive, as they would with flock. Never open the file a second
 time in the process that owns it: closing that copy would give the lock back.
 
-The text of the file names the owner, for messages. On a file system without locks (and on Windows) it also decides:
+The text of the file names the owner, for messages. On a file system without locks it also decides:
 
 - a process of this host that has ended, or whose number another one has now (it started at another time): taken over;
 - another host, which cannot be asked: refused, because two runs in a folder of a shared disk ruin each other without
@@ -15,6 +15,7 @@ The text of the file names the owner, for messages. On a file system without loc
 
 import atexit
 import errno
+import fcntl
 import json
 import logging
 import os
@@ -26,11 +27,6 @@ from pathlib import Path
 import psutil
 
 from utils.system.files import printable
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
 
@@ -130,8 +126,6 @@ def _open_and_lock(path, flags):
 
 
 def _lock(descriptor):
-    if fcntl is None:
-        return None
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True

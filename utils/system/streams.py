@@ -1,6 +1,6 @@
 """Standard output and error that a run survives: closed from the start, reader gone, disk full, terminal closed.
 
-And loggers that are told to be quiet for a while.
+And loggers that are told to be quiet for a while, and whether tracebacks are wanted.
 """
 
 import io
@@ -58,6 +58,11 @@ def keep_streams() -> None:
         if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a letter of a name shows its number instead
             stream.reconfigure(errors="backslashreplace")
         setattr(sys, name, LastingStream(stream))
+
+
+def wants_traceback() -> bool:
+    """Whether YOLOV7FAST_TRACEBACK=1 asks for where an error came from, instead of one sentence."""
+    return os.environ.get("YOLOV7FAST_TRACEBACK") == "1"
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import torch
 
 from tests import forked
 from tests.loader_cases import BATCH, HYP, OPT, assert_same, copied, make_loader, read, same
+from utils import datasets
 from utils.data.fast import loader as fast_loader
 from utils.data.fast.shm_batches import BatchRing, BatchWriter, SharedMemoryLoader, choose_micro_batch, ring_length
 from utils.data.keyed_dataset import KeyedDataset
@@ -237,6 +238,16 @@ def test_passes_that_hold_all_buffers_are_no_hang(folder):
     for batches in held:
         next(batches)
     with pytest.raises(LoaderError, match="held by passes"):
+        next(iter(loader))
+
+
+def test_an_error_without_words_is_named_by_its_kind(folder, monkeypatch):
+    def full(samples):
+        raise MemoryError
+
+    monkeypatch.setattr(datasets, "collate_fn", full)
+    loader, _ = make_loader(folder, workers=0)
+    with pytest.raises(LoaderError, match="^MemoryError$"):
         next(iter(loader))
 
 

@@ -254,6 +254,15 @@ def test_places_before_or_after_the_command(line):
     assert (options.out, options.stage) == ("x", 1) and options.approvals.endswith("approvals.json")
 
 
+def test_the_checks_are_given_the_file_that_was_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "mine.yaml").write_text("")
+    options = approve.parse(["run", "1", "--data", "mine.yaml"])
+    approve.check_run_options(options)
+    assert options.data == str(tmp_path / "deep" / "mine.yaml")
+
+
 def test_run_and_approve(tool, tmp_path, capsys):
     with pytest.raises(ValueError, match="stage 2 .* does not run before stage 1"):
         tool("run", "2")

@@ -15,7 +15,7 @@ import yaml
 from tests.tools.experiments import test_runner
 from tests.tools.experiments.test_runner import CFG
 from tools import run_trials
-from tools.experiments import runner
+from tools.experiments import devices, runner
 from tools.experiments.devices import ProgressLines, read_devices
 from tools.experiments.runner import LOSS, MAP50, FinishedRun
 from utils.system.files import PROJECT_ROOT
@@ -94,7 +94,7 @@ def test_lists_of_devices(monkeypatch):
 
 
 def test_more_workers_than_cores(monkeypatch, caplog):
-    monkeypatch.setattr(runner, "num_cores", lambda: 8)
+    monkeypatch.setattr(devices, "usable_cores", lambda: 8)
     read_devices("cpu,cpu", ["--workers", "4"], "--base-args")
     read_devices("cpu", ["--workers", "40"], "--base-args")  # nobody stands beside it: as train.py alone
     assert not caplog.text

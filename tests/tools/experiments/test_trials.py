@@ -228,6 +228,12 @@ def test_text_that_no_process_can_be_given_fails_one_trial(series):
         assert series(asked).path == table.path and len(table.trials) == 2
 
 
+def test_text_with_line_ends_stands_in_the_table_as_it_was_given(series, caplog):
+    asked = [{"entity": "two\nlines\u2028and more"}]
+    table = series(asked)
+    assert series(asked).path == table.path and "has changed" not in caplog.text
+
+
 def test_a_shorter_list_leaves_out_the_rows_behind_its_end(series, caplog):
     path = series([{"hyp.lr0": 0.1}, {"hyp.lr0": 0.2}, {"hyp.lr0": 0.15}]).path
     table = series([{"hyp.lr0": 0.1}])

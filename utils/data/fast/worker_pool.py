@@ -24,6 +24,7 @@ import torch
 from utils.data.worker_errors import LoaderError, about, describe
 from utils.system.children import enter_child
 from utils.system.memory import shared_array
+from utils.system.streams import wants_traceback
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ class WorkerPool:
             task, result, error = pickle.loads(received[LENGTH:end])
             del received[:end]
             if error is not None:
-                if os.environ.get("YOLOV7FAST_TRACEBACK") == "1":
+                if wants_traceback():
                     logger.error("%s", error[1])
                 self._fail(about(self.job.describe(*error[2]), error[0]))
             found.append((task, result))

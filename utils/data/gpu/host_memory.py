@@ -6,6 +6,7 @@ It has no name and no file in /dev/shm, whose size does not limit it either: wha
 import logging
 import mmap
 import os
+import resource
 import weakref
 from contextlib import suppress
 
@@ -14,11 +15,6 @@ import torch
 
 from utils.system import distributed
 from utils.system.memory import give_back, shared_array
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +79,6 @@ def _unlock(array, device, owner):
 
 
 def _lock_limit():
-    if resource is None:
-        return "unknown"
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 1e6:.1f} MB"
 

@@ -2,13 +2,11 @@
 
 import logging
 import os
-import threading
 import warnings
 from collections import Counter, defaultdict
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import repeat
-from multiprocessing import get_all_start_methods, get_context
 from typing import NamedTuple
 
 import numpy as np
@@ -30,7 +28,8 @@ from utils.data.labels.rows import (
     parse_label_text,
 )  # fmt: skip
 from utils.ops.polygons import Polygons
-from utils.system.children import enter_child
+from utils.system.children import forked_pool
+from utils.system.cores import usable_cores
 from utils.system.files import printable, read_text, split_lines
 from utils.system.progress import progress
 
@@ -42,7 +41,7 @@ LABEL_ELSEWHERE = "label file elsewhere, image is background"
 LABEL_SHARED = "label file shared"
 DROPS = (IMAGE_DROPPED, ROW_DROPPED, LINE_IGNORED, FILE_IGNORED, LABEL_ELSEWHERE, LABEL_SHARED)
 FOUND, MISSING, EMPTY, DROPPED = "found", "missing", "empty", "dropped"
-THREADS, PROCESSES = min(8, os.cpu_count() or 1), min(32, os.cpu_count() or 1)
+THREADS, PROCESSES = min(8, usable_cores()), min(32, usable_cores())
 MANY_IMAGES = 512
 
 
@@ -134,7 +133,9 @@ def _label_file_notes(img_files, label_files, labels):
 
 def _scan(img_files, label_files, title, forms, row_forms):
     """The fields of ScannedDataset, by looking at every file."""
-    with _pool(len(img_files)) as pool, warnings.catch_warnings():
+    # processes where there are many images, because most of the work is Python's own
+    pool = ThreadPoolExecutor(THREADS) if len(img_files) < MANY_IMAGES else forked_pool(PROCESSES)
+    with pool, warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="PIL")  # what is wrong with an image is reported below
         files = zip(img_files, label_files, repeat(forms))
         found = pool.map(_scan_one, files, chunksize=16)
@@ -152,14 +153,6 @@ def _scan(img_files, label_files, title, forms, row_forms):
         "findings": findings,
         "row_forms": told,
     }
-
-
-def _pool(num_images):
-    """Who scans: threads, or processes where there are many images, because most of the work is Python's own."""
-    if num_images < MANY_IMAGES or "fork" not in get_all_start_methods():
-        return ThreadPoolExecutor(THREADS)
-    parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
-    return ProcessPoolExecutor(PROCESSES, get_context("fork"), enter_child, (parent,))
 
 
 def _judge_rows(records, label_files, row_forms):
