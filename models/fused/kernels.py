@@ -378,3 +378,17 @@ def parameter_gradients(pieces, x, saved, kind, slope, of_weight, of_bias):
         partial, saved, of_weight, of_bias, plane, tiles.sums[0], *tiles.sizes, **PARTS
     )
     return plane
+
+
+def why_not_on(device):
+    """What keeps these kernels from running on `device`, found out by trying; None if nothing does.
+
+    Triton may be there and refuse the GPU (before compute capability 7.0), or find its compiler broken.
+    """
+    try:
+        maps = torch.zeros((1, 64, 1, 2), dtype=torch.float16, device=device)  # a form that most models need anyway
+        place = torch.empty_like(maps, memory_format=torch.channels_last)
+        norm_activation(maps, torch.nn.BatchNorm2d(64, device=device), SILU, 0.0, [place])
+    except Exception as error:  # compilers fail in any way; the model itself needs none
+        return f"Triton does not work here ({' '.join(str(error).split())[:200]})"
+    return None
