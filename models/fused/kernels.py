@@ -112,7 +112,8 @@ def _statistics_kernel(partial, running_mean, running_var, weight, bias, saved, 
 @triton.jit
 def _load(x, pixel, channel, inside, stride):
     """[pixels x channels] float32, 0 outside."""
-    return tl.load(x + pixel[:, None] * stride + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+    place = pixel.to(tl.int64)[:, None] * stride + channel[None, :]
+    return tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -278,7 +279,8 @@ def by_channel(num_channels):
 
 
 def of_three(maps):
-    """Three maps, three pixel strides, and how many of them count; the others are the first."""
+    """Three maps, three pixel strides, and how many of them count; the others are the first of the list `maps`."""
+    assert 1 <= len(maps) <= 3 and all(x.shape == maps[0].shape for x in maps), "a kernel adds up to three alike"
     laid_out = [by_pixels(x) for x in maps]
     filled = laid_out + laid_out[:1] * (3 - len(laid_out))
     return [x for x, _ in filled], [stride for _, stride in filled], len(laid_out)
