@@ -131,19 +131,19 @@ class CompiledCall:
         outputs = self.compiled(images)
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         with torch.autocast(images.device.type, enabled=False):
-            total = sum(output.float().sum() for output in _tensors(outputs))
+            total = sum(output.float().sum() for output in tensors_in(outputs))
             torch.autograd.grad(total, parameters, allow_unused=True)
         if images.device.type == "cuda":
             torch.cuda.synchronize(images.device)  # kernels may fail late
 
 
-def _tensors(outputs):
+def tensors_in(outputs):
     """All tensors in nested lists: a model of several heads returns a list of each."""
     if isinstance(outputs, torch.Tensor):
         yield outputs
     else:
         for part in outputs:
-            yield from _tensors(part)
+            yield from tensors_in(part)
 
 
 def _warn_eager(error):
