@@ -38,8 +38,9 @@ def prepare(is_ahead: bool, device: torch.device) -> Callable:
     if device.type == "cuda":
         loading = Thread(target=load_libraries, args=(device,), name="loading cuDNN")
         loading.start()
-        # A process that is forked meanwhile would have the locks of that thread, and nobody to open them.
-        os.register_at_fork(before=loading.join)
+        if hasattr(os, "register_at_fork"):  # not on Windows, which forks nothing
+            # A process that is forked meanwhile would have the locks of that thread, and nobody to open them.
+            os.register_at_fork(before=loading.join)
     return compile_ahead if is_ahead else _nothing_ahead
 
 

@@ -162,15 +162,17 @@ def _check_owner(folder, owner, is_locked, advice):
 def _read(descriptor):
     """What the file says about its owner; None when it says nothing that makes sense."""
     try:
-        owner = json.loads(os.pread(descriptor, 4096, 0))
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        owner = json.loads(os.read(descriptor, 4096))
         return {"pid": int(owner["pid"]), "host": str(owner["host"]), "started": float(owner["started"])}
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
 
 
 def _write(descriptor):
+    os.lseek(descriptor, 0, os.SEEK_SET)
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(identity(os.getpid())).encode(), 0)
+    os.write(descriptor, json.dumps(identity(os.getpid())).encode())
 
 
 def identity(pid: int) -> dict:
