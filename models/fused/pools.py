@@ -6,6 +6,8 @@ gradients are read from several maps (`pieces`) and added as float32 in the kern
 after. Sums have a fixed order: the same input gives the same output.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -232,17 +234,14 @@ def max_pool(x, window, stride=1, out=None, copy=None):
     second, second_stride = (y, y_stride) if copy is None else _target(copy, y.shape, x)
     choice = _packed(y.shape, x, torch.uint8)
     if (window, stride) == SWEPT:
-        grid, tile = _tiles(batch * width, channels)
-        _sweep_kernel[grid](
-            x, y, second, choice, batch * width, channels, height, width, x_stride, y_stride, second_stride,
-            COPY=copy is not None, **tile,
-        )  # fmt: skip
-        return y, choice
-    grid, tile = _tiles(batch * pooled[0] * pooled[1], channels)
-    _max_pool_kernel[grid](
-        x, y, second, choice, batch * pooled[0] * pooled[1], channels, height, width, *pooled, x_stride, y_stride,
-        second_stride, WINDOW=window, STRIDE=stride, PAD=window // 2 if stride == 1 else 0, COPY=copy is not None,
-        **tile,
+        kernel, number, pooled, constants = _sweep_kernel, batch * width, (), {}
+    else:
+        kernel, number = _max_pool_kernel, batch * math.prod(pooled)
+        constants = {"WINDOW": window, "STRIDE": stride, "PAD": window // 2 if stride == 1 else 0}
+    grid, tile = _tiles(number, channels)
+    kernel[grid](
+        x, y, second, choice, number, channels, height, width, *pooled, x_stride, y_stride, second_stride,
+        COPY=copy is not None, **constants, **tile,
     )  # fmt: skip
     return y, choice
 
@@ -259,27 +258,19 @@ def max_pool_gradient(pieces, choice, window, stride=1, size=None, plus=()):
     batch, channels, *pooled = choice.shape
     height, width = size or (pooled[0] * stride, pooled[1] * stride)
     result = _packed((batch, channels, height, width), pieces[0], pieces[0].dtype)
-    counts = {"PIECES": num_pieces, "PLUS": num_plus}
+    constants, windows = {"PIECES": num_pieces, "PLUS": num_plus}, ()
     if (window, stride) == SWEPT:
-        grid, tile = _tiles(batch * width, channels)
-        _gradient_sweep_kernel[grid](
-            *pieces, choice, *plus, result, batch * width, channels, height, width, *strides, *plus_strides,
-            **counts, **tile,
-        )  # fmt: skip
-        return result
-    counts["WINDOW"] = window
-    if stride == 1:
-        grid, tile = _tiles(batch * height * width, channels)
-        _gather_kernel[grid](
-            *pieces, choice, *plus, result, batch * height * width, channels, height, width, *strides, *plus_strides,
-            **counts, **tile,
-        )  # fmt: skip
-        return result
-    rows, columns = triton.cdiv(height, window), triton.cdiv(width, window)
-    grid, tile = _tiles(batch * rows * columns, channels)
-    _spread_kernel[grid](
-        *pieces, choice, *plus, result, batch * rows * columns, channels, height, width, *pooled, rows, columns,
-        *strides, *plus_strides, **counts, **tile,
+        kernel, number = _gradient_sweep_kernel, batch * width
+    else:
+        kernel, number = _gather_kernel, batch * height * width
+        constants["WINDOW"] = window
+    if stride > 1:
+        rows, columns = triton.cdiv(height, window), triton.cdiv(width, window)
+        kernel, number, windows = _spread_kernel, batch * rows * columns, (*pooled, rows, columns)
+    grid, tile = _tiles(number, channels)
+    kernel[grid](
+        *pieces, choice, *plus, result, number, channels, height, width, *windows, *strides, *plus_strides,
+        **constants, **tile,
     )  # fmt: skip
     return result
 
