@@ -194,7 +194,8 @@ def validate_ema(run, paths, ema, loader, compute_loss, title, is_last):
     """Score the moving average (in half precision on a GPU); returns results, AP of classes, HeadScores."""
     opt, names = run.options, run.data.names
     is_drawn = is_last and not opt.evolve
-    evaluation = paths.together(partial(paths.drawn(evaluate), plot_dir=opt.save_dir) if is_drawn else paths.evaluate)(
+    plot_dir = opt.save_dir if run.ranks.is_main else None  # the others have a share of the images, and of no scores
+    evaluation = paths.together(partial(paths.drawn(evaluate), plot_dir=plot_dir) if is_drawn else paths.evaluate)(
         ema.ema_for_evaluation(half=run.device.type == "cuda"), loader, run.data.nc, names, single_cls=opt.single_cls,
         compute_loss=compute_loss, v5_metric=opt.v5_metric,
     )  # fmt: skip

@@ -48,7 +48,7 @@ def pyramid(batch, channels, side):
     def backward():
         found = slices[0]
         for level in (0, 1, 2):
-            found = pools.max_pool_gradient(found, choices[level], 5, plus=[slices[level + 1]])
+            found = pools.max_pool_gradient([found], choices[level], 5, plus=[slices[level + 1]])
 
     source = parts[3].clone().requires_grad_()
 
@@ -73,7 +73,7 @@ def halving(batch, sides):
 
     def both():
         for x, gradient in zip(maps, gradients, strict=True):
-            pools.max_pool_gradient(gradient, pools.max_pool(x, 2, 2)[1], 2, 2)
+            pools.max_pool_gradient([gradient], pools.max_pool(x, 2, 2)[1], 2, 2)
 
     def torch_both():
         torch.autograd.grad([functional.max_pool2d(x, 2) for x in sources], sources, gradients)
@@ -90,7 +90,7 @@ def up(batch, sides):
     def both():
         for x, whole in zip(maps, wholes, strict=True):
             pools.upsample(x, whole[:, x.shape[1] :])
-            pools.upsample_gradient(whole[:, x.shape[1] :])
+            pools.upsample_gradient([whole[:, x.shape[1] :]])
 
     def torch_both():
         found = [torch.cat((y, functional.interpolate(x, scale_factor=2.0)), 1)

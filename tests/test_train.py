@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,9 @@ import train
 from tests import parity, small_run, traces
 from utils.engine.checkpoint_reader import read_checkpoint
 from utils.plots.run import read_results
+from utils.run.context import Run
 from utils.run.entry import NothingToDo
+from utils.system.distributed import Ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU_ONLY = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -258,6 +261,27 @@ def test_last_batch_of_one_is_skipped_where_batchnorm_cannot_take_it(tmp_path, c
 def test_an_epoch_without_a_trainable_batch_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no batch can be trained"):
         small_run.run(tmp_path, "--img", "32", "--batch-size", "1")
+
+
+def test_only_the_main_process_draws(monkeypatch):
+    """A resumed run has its folder in all processes, which score the last epoch together."""
+    for name in ("heads_of", "score_heads", "log_scores"):
+        monkeypatch.setattr(train, name, lambda *_: [])
+    asked = []
+
+    def evaluate(*_, plot_dir=None, **__):
+        asked.append(plot_dir)
+        return SimpleNamespace(scores=None, results=(), maps=())
+
+    monkeypatch.setattr(train, "evaluate", evaluate)
+    paths = SimpleNamespace(together=lambda function: function, drawn=lambda function: function, evaluate=evaluate)
+    ema = SimpleNamespace(ema=None, ema_for_evaluation=lambda half: None)
+    opt = SimpleNamespace(save_dir="runs/exp", evolve=0, single_cls=False, v5_metric=False)
+    for rank in (0, 1):
+        run = Run(opt, {}, SimpleNamespace(names=[], nc=2), torch.device("cpu"), Ranks(rank, rank, 2))
+        for is_last in (False, True):
+            train.validate_ema(run, paths, ema, [], None, "val", is_last)
+    assert asked == [None, "runs/exp", None, None]
 
 
 def test_resume_with_other_classes_is_refused(tmp_path):

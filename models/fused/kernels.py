@@ -112,7 +112,8 @@ def _statistics_kernel(partial, running_mean, running_var, weight, bias, saved, 
 @triton.jit
 def _load(x, pixel, channel, inside, stride):
     """[pixels x channels] float32, 0 outside."""
-    return tl.load(x + pixel[:, None] * stride + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+    place = pixel.to(tl.int64)[:, None] * stride + channel[None, :]
+    return tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -278,7 +279,8 @@ def by_channel(num_channels):
 
 
 def of_three(maps):
-    """Three maps, three pixel strides, and how many of them count; the others are the first."""
+    """Three maps, three pixel strides, and how many of them count; the others are the first of the list `maps`."""
+    assert 1 <= len(maps) <= 3 and all(x.shape == maps[0].shape for x in maps), "a kernel adds up to three alike"
     laid_out = [by_pixels(x) for x in maps]
     filled = laid_out + laid_out[:1] * (3 - len(laid_out))
     return [x for x, _ in filled], [stride for _, stride in filled], len(laid_out)
@@ -378,3 +380,17 @@ def parameter_gradients(pieces, x, saved, kind, slope, of_weight, of_bias):
         partial, saved, of_weight, of_bias, plane, tiles.sums[0], *tiles.sizes, **PARTS
     )
     return plane
+
+
+def why_not_on(device):
+    """What keeps these kernels from running on `device`, found out by trying; None if nothing does.
+
+    Triton may be there and refuse the GPU (before compute capability 7.0), or find its compiler broken.
+    """
+    try:
+        maps = torch.zeros((1, 64, 1, 2), dtype=torch.float16, device=device)  # a form that most models need anyway
+        place = torch.empty_like(maps, memory_format=torch.channels_last)
+        norm_activation(maps, torch.nn.BatchNorm2d(64, device=device), SILU, 0.0, [place])
+    except Exception as error:  # compilers fail in any way; the model itself needs none
+        return f"Triton does not work here ({' '.join(str(error).split())[:200]})"
+    return None

@@ -21,6 +21,7 @@ import logging
 import torch
 from torch import nn
 
+from models.fused import kernels
 from models.fused.plan import HEADS, Plan
 
 logger = logging.getLogger(__name__)
@@ -29,20 +30,29 @@ logger = logging.getLogger(__name__)
 def fused_model(model):
     """A module over the parameters and buffers of `model` (a Model) that computes what it does.
 
-    Its maps are views [b x na x ny x nx x no] that are not contiguous. With a detection layer of another kind it is the
-    model itself.
+    Its maps are views [b x na x ny x nx x no] that are not contiguous. It is the model itself, and a warning says why,
+    with a detection layer of another kind, and where Triton does not work.
     """
-    fused = quietly_fused(model)
-    if fused is model:
-        logger.warning("forward: not fused, there are no operations for %s", type(model.model[-1]).__name__)
-    else:
-        logger.info("forward: %s", fused.summary())
+    reason = why_not_fused(model)
+    if reason:
+        logger.warning("forward: not fused, %s", reason)
+        return model
+    fused = FusedModel(model)
+    logger.info("forward: %s", fused.summary())
     return fused
 
 
 def quietly_fused(model):
     """`fused_model` without a word in the log."""
-    return FusedModel(model) if type(model.model[-1]) in HEADS else model
+    return model if why_not_fused(model) else FusedModel(model)
+
+
+def why_not_fused(model):
+    """What keeps `model` from being fused, in words; None if nothing does."""
+    head = type(model.model[-1])
+    if head not in HEADS:
+        return f"there are no operations for {head.__name__}"
+    return kernels.why_not_on(next(model.parameters()).device)
 
 
 class FusedModel(nn.Module):

@@ -6,11 +6,13 @@ gradients are read from several maps (`pieces`) and added as float32 in the kern
 after. Sums have a fixed order: the same input gives the same output.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 
-from models.fused.kernels import by_pixels, pixel_stride
+from models.fused.kernels import by_pixels, load_sum, of_three, pixel_stride
 
 MAX_WINDOW = 15  # a place in it is a byte
 SWEPT = 5, 1  # the window and stride of the pyramids: by sweeps, 2 to 3 times as fast as the kernels for any window
@@ -36,17 +38,6 @@ def _read(x, pixel, channel, stride, inside, other):
 @triton.jit
 def _write(y, pixel, channel, stride, inside, value):
     tl.store(y + pixel.to(tl.int64)[:, None] * stride + channel[None, :], value.to(y.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _added(one, two, three, pixel, channel, stride1, stride2, stride3, inside, COUNT: tl.constexpr):
-    """The sum of COUNT maps there, as float32."""
-    total = _read(one, pixel, channel, stride1, inside, 0.0).to(tl.float32)
-    if COUNT > 1:
-        total += _read(two, pixel, channel, stride2, inside, 0.0).to(tl.float32)
-    if COUNT > 2:
-        total += _read(three, pixel, channel, stride3, inside, 0.0).to(tl.float32)
-    return total
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -79,7 +70,7 @@ def _max_pool_kernel(x, y, copy, choice, num_pixels, num_channels, height, width
 
 @triton.jit(do_not_specialize=SIZES)
 def _gather_kernel(one, two, three, choice, plus, more, result, num_pixels, num_channels, height, width, stride1,
-                   stride2, stride3, plus_stride, more_stride, result_stride, WINDOW: tl.constexpr,
+                   stride2, stride3, plus_stride, more_stride, WINDOW: tl.constexpr,
                    PIECES: tl.constexpr, PLUS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
     """Stride 1: each pixel collects from all windows around it that chose it."""
     pixel, channel, exists, is_channel = _place(num_pixels, num_channels, ROWS, CHANNELS)
@@ -92,17 +83,17 @@ def _gather_kernel(one, two, three, choice, plus, more, result, num_pixels, num_
             here = here[:, None] & is_channel
             there = pixel + ((down - WINDOW // 2) * width + right - WINDOW // 2)
             chosen = _read(choice, there, channel, num_channels, here, 255)
-            value = _added(one, two, three, there, channel, stride1, stride2, stride3, here, PIECES)
+            value = load_sum(one, two, three, there, channel, here, stride1, stride2, stride3, PIECES)
             total += tl.where(chosen == WINDOW * WINDOW - 1 - down * WINDOW - right, value, 0.0)
     inside = exists[:, None] & is_channel
     if PLUS > 0:
-        total += _added(plus, more, more, pixel, channel, plus_stride, more_stride, more_stride, inside, PLUS)
-    _write(result, pixel, channel, result_stride, inside, total)
+        total += load_sum(plus, more, more, pixel, channel, inside, plus_stride, more_stride, more_stride, PLUS)
+    _write(result, pixel, channel, num_channels, inside, total)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _spread_kernel(one, two, three, choice, plus, more, result, num_pixels, num_channels, height, width, pooled_height,
-                   pooled_width, rows, columns, stride1, stride2, stride3, plus_stride, more_stride, result_stride,
+                   pooled_width, rows, columns, stride1, stride2, stride3, plus_stride, more_stride,
                    WINDOW: tl.constexpr, PIECES: tl.constexpr, PLUS: tl.constexpr, ROWS: tl.constexpr,
                    CHANNELS: tl.constexpr):  # fmt: skip
     """Windows side by side: each gives its gradient to the pixel it chose. `rows` x `columns` windows cover all."""
@@ -112,15 +103,15 @@ def _spread_kernel(one, two, three, choice, plus, more, result, num_pixels, num_
     pooled = (image * pooled_height + row) * pooled_width + column
     inside = (exists & (row < pooled_height) & (column < pooled_width))[:, None] & is_channel
     chosen = _read(choice, pooled, channel, num_channels, inside, 255)
-    value = _added(one, two, three, pooled, channel, stride1, stride2, stride3, inside, PIECES)
+    value = load_sum(one, two, three, pooled, channel, inside, stride1, stride2, stride3, PIECES)
     for number in tl.static_range(WINDOW * WINDOW):
         down, right = row * WINDOW + number // WINDOW, column * WINDOW + number % WINDOW
         here = (exists & (down < height) & (right < width))[:, None] & is_channel
         there = (image * height + down) * width + right
         part = tl.where(chosen == number, value, 0.0)
         if PLUS > 0:
-            part += _added(plus, more, more, there, channel, plus_stride, more_stride, more_stride, here, PLUS)
-        _write(result, there, channel, result_stride, here, part)
+            part += load_sum(plus, more, more, there, channel, here, plus_stride, more_stride, more_stride, PLUS)
+        _write(result, there, channel, num_channels, here, part)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -169,7 +160,7 @@ def _larger(best, chosen, value, number):
 
 @triton.jit(do_not_specialize=SIZES)
 def _gradient_sweep_kernel(one, two, three, choice, plus, more, result, num_lines, num_channels, height, width,
-                           stride1, stride2, stride3, plus_stride, more_stride, result_stride, PIECES: tl.constexpr,
+                           stride1, stride2, stride3, plus_stride, more_stride, PIECES: tl.constexpr,
                            PLUS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
     """Windows 5x5, stride 1, as _gather_kernel: down a column, each row of windows gives to the five rows around it."""
     line, channel, exists, is_channel = _place(num_lines, num_channels, ROWS, CHANNELS)
@@ -184,7 +175,7 @@ def _gradient_sweep_kernel(one, two, three, choice, plus, more, result, num_line
             here = here[:, None] & is_channel
             there = start + (row * width + right - 2)
             chosen = _read(choice, there, channel, num_channels, here, 255)
-            value = _added(one, two, three, there, channel, stride1, stride2, stride3, here, PIECES)
+            value = load_sum(one, two, three, there, channel, here, stride1, stride2, stride3, PIECES)
             total0 += tl.where(chosen == 4 - right, value, 0.0)
             total1 += tl.where(chosen == 9 - right, value, 0.0)
             total2 += tl.where(chosen == 14 - right, value, 0.0)
@@ -192,8 +183,8 @@ def _gradient_sweep_kernel(one, two, three, choice, plus, more, result, num_line
             total4 += tl.where(chosen == 24 - right, value, 0.0)
         there, inside = start + (row - 2) * width, (exists & (row >= 2))[:, None] & is_channel
         if PLUS > 0:
-            total0 += _added(plus, more, more, there, channel, plus_stride, more_stride, more_stride, inside, PLUS)
-        _write(result, there, channel, result_stride, inside, total0)
+            total0 += load_sum(plus, more, more, there, channel, inside, plus_stride, more_stride, more_stride, PLUS)
+        _write(result, there, channel, num_channels, inside, total0)
         total0, total1, total2, total3 = total1, total2, total3, total4
 
 
@@ -214,7 +205,7 @@ def _upsample_kernel(x, y, copy, num_pixels, num_channels, width, x_stride, y_st
 
 @triton.jit(do_not_specialize=SIZES)
 def _sum_of_four_kernel(one, two, three, plus, more, result, num_pixels, num_channels, width, stride1, stride2,
-                        stride3, plus_stride, more_stride, result_stride, PIECES: tl.constexpr, PLUS: tl.constexpr,
+                        stride3, plus_stride, more_stride, PIECES: tl.constexpr, PLUS: tl.constexpr,
                         ROWS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
     """The gradient of what was up-sampled; `num_pixels` and `width` are those of the result."""
     pixel, channel, exists, is_channel = _place(num_pixels, num_channels, ROWS, CHANNELS)
@@ -223,10 +214,10 @@ def _sum_of_four_kernel(one, two, three, plus, more, result, num_pixels, num_cha
     total = tl.zeros((ROWS, CHANNELS), tl.float32)
     for number in tl.static_range(4):
         there = corner + (number // 2 * 2 * width + number % 2)
-        total += _added(one, two, three, there, channel, stride1, stride2, stride3, inside, PIECES)
+        total += load_sum(one, two, three, there, channel, inside, stride1, stride2, stride3, PIECES)
     if PLUS > 0:
-        total += _added(plus, more, more, pixel, channel, plus_stride, more_stride, more_stride, inside, PLUS)
-    _write(result, pixel, channel, result_stride, inside, total)
+        total += load_sum(plus, more, more, pixel, channel, inside, plus_stride, more_stride, more_stride, PLUS)
+    _write(result, pixel, channel, num_channels, inside, total)
 
 
 def max_pool(x, window, stride=1, out=None, copy=None):
@@ -243,54 +234,43 @@ def max_pool(x, window, stride=1, out=None, copy=None):
     second, second_stride = (y, y_stride) if copy is None else _target(copy, y.shape, x)
     choice = _packed(y.shape, x, torch.uint8)
     if (window, stride) == SWEPT:
-        grid, tile = _tiles(batch * width, channels)
-        _sweep_kernel[grid](
-            x, y, second, choice, batch * width, channels, height, width, x_stride, y_stride, second_stride,
-            COPY=copy is not None, **tile,
-        )  # fmt: skip
-        return y, choice
-    grid, tile = _tiles(batch * pooled[0] * pooled[1], channels)
-    _max_pool_kernel[grid](
-        x, y, second, choice, batch * pooled[0] * pooled[1], channels, height, width, *pooled, x_stride, y_stride,
-        second_stride, WINDOW=window, STRIDE=stride, PAD=window // 2 if stride == 1 else 0, COPY=copy is not None,
-        **tile,
+        kernel, number, pooled, constants = _sweep_kernel, batch * width, (), {}
+    else:
+        kernel, number = _max_pool_kernel, batch * math.prod(pooled)
+        constants = {"WINDOW": window, "STRIDE": stride, "PAD": window // 2 if stride == 1 else 0}
+    grid, tile = _tiles(number, channels)
+    kernel[grid](
+        x, y, second, choice, number, channels, height, width, *pooled, x_stride, y_stride, second_stride,
+        COPY=copy is not None, **constants, **tile,
     )  # fmt: skip
     return y, choice
 
 
-def max_pool_gradient(pieces, choice, window, stride=1, size=None, out=None, plus=()):
-    """The gradient of x [b x c x h x w] from that of y, which is the sum of `pieces` (one map, or 1 to 3).
+def max_pool_gradient(pieces, choice, window, stride=1, size=None, plus=()):
+    """The gradient of x [b x c x h x w] from that of y, which is the sum of 1 to 3 `pieces`.
 
     `size` is (h, w) where windows do not fill x. `plus`: up to two other gradients of x, added before the rounding.
     Raises ValueError as `max_pool`.
     """
     _check_window(window, stride)
-    pieces, strides, num_pieces = _several(pieces, 3)
-    plus, plus_strides, num_plus = _several(plus, 2, pieces[0])
+    pieces, strides, num_pieces = of_three(pieces)
+    plus, plus_strides, num_plus = _up_to_two(plus, pieces[0])
     batch, channels, *pooled = choice.shape
     height, width = size or (pooled[0] * stride, pooled[1] * stride)
-    result, result_stride = _target(out, (batch, channels, height, width), pieces[0])
-    counts = {"PIECES": num_pieces, "PLUS": num_plus}
+    result = _packed((batch, channels, height, width), pieces[0], pieces[0].dtype)
+    constants, windows = {"PIECES": num_pieces, "PLUS": num_plus}, ()
     if (window, stride) == SWEPT:
-        grid, tile = _tiles(batch * width, channels)
-        _gradient_sweep_kernel[grid](
-            *pieces, choice, *plus, result, batch * width, channels, height, width, *strides, *plus_strides,
-            result_stride, **counts, **tile,
-        )  # fmt: skip
-        return result
-    counts["WINDOW"] = window
-    if stride == 1:
-        grid, tile = _tiles(batch * height * width, channels)
-        _gather_kernel[grid](
-            *pieces, choice, *plus, result, batch * height * width, channels, height, width, *strides, *plus_strides,
-            result_stride, **counts, **tile,
-        )  # fmt: skip
-        return result
-    rows, columns = triton.cdiv(height, window), triton.cdiv(width, window)
-    grid, tile = _tiles(batch * rows * columns, channels)
-    _spread_kernel[grid](
-        *pieces, choice, *plus, result, batch * rows * columns, channels, height, width, *pooled, rows, columns,
-        *strides, *plus_strides, result_stride, **counts, **tile,
+        kernel, number = _gradient_sweep_kernel, batch * width
+    else:
+        kernel, number = _gather_kernel, batch * height * width
+        constants["WINDOW"] = window
+    if stride > 1:
+        rows, columns = triton.cdiv(height, window), triton.cdiv(width, window)
+        kernel, number, windows = _spread_kernel, batch * rows * columns, (*pooled, rows, columns)
+    grid, tile = _tiles(number, channels)
+    kernel[grid](
+        *pieces, choice, *plus, result, number, channels, height, width, *windows, *strides, *plus_strides,
+        **constants, **tile,
     )  # fmt: skip
     return result
 
@@ -309,16 +289,16 @@ def upsample(x, out=None, copy=None):
     return y
 
 
-def upsample_gradient(pieces, out=None, plus=()):
+def upsample_gradient(pieces, plus=()):
     """The gradient of x [b x c x h x w] from that of its up-sampled form; arguments as in `max_pool_gradient`."""
-    pieces, strides, num_pieces = _several(pieces, 3)
-    plus, plus_strides, num_plus = _several(plus, 2, pieces[0])
+    pieces, strides, num_pieces = of_three(pieces)
+    plus, plus_strides, num_plus = _up_to_two(plus, pieces[0])
     batch, channels, height, width = pieces[0].shape
     height, width = height // 2, width // 2
-    result, result_stride = _target(out, (batch, channels, height, width), pieces[0])
+    result = _packed((batch, channels, height, width), pieces[0], pieces[0].dtype)
     grid, tile = _tiles(batch * height * width, channels)
     _sum_of_four_kernel[grid](
-        *pieces, *plus, result, batch * height * width, channels, width, *strides, *plus_strides, result_stride,
+        *pieces, *plus, result, batch * height * width, channels, width, *strides, *plus_strides,
         PIECES=num_pieces, PLUS=num_plus, **tile,
     )  # fmt: skip
     return result
@@ -357,13 +337,7 @@ def _target(out, shape, like):
     return out, stride
 
 
-def _several(maps, most, filler=None):
-    """(`most` maps, their pixel strides, how many of them are meant); the rest repeats the last or is the filler."""
-    maps = [maps] if isinstance(maps, torch.Tensor) else list(maps)
-    if len(maps) > most or not (maps or filler is not None):
-        raise ValueError(f"{len(maps)} gradients cannot be added in one kernel: give 1 to {most}")
-    if any(piece.shape != maps[0].shape for piece in maps):
-        raise ValueError(f"gradients of different shapes: {[list(piece.shape) for piece in maps]}")
-    found = [by_pixels(piece) for piece in maps] or [(filler, 0)]
-    found += found[-1:] * (most - len(found))
-    return [piece for piece, _ in found], [stride for _, stride in found], len(maps)
+def _up_to_two(maps, filler):
+    """As `of_three`, of two maps, one, or none: then it is the filler that does not count."""
+    filled, strides, count = of_three(maps or [filler])
+    return filled[:2], strides[:2], count if maps else 0

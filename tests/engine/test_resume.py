@@ -203,7 +203,9 @@ DAMAGES = (
     lambda state: state["hyp"].update(obj_pw=torch.zeros(3)),
     lambda state: state["options"].update(epochs=torch.zeros(3)),
     lambda state: state.update(results=["x"] * 7),
+    lambda state: state.update(results=[1.0]),
     lambda state: state.update(maps=[[1.0]]),
+    lambda state: state.update(maps=[1.0] * 9),
     lambda state: state.update(best_epoch="x"),
 )
 

@@ -310,6 +310,15 @@ def test_damaged_state_of_the_optimizer_is_refused(damage, stored):
         new_trainer().restore(stored, epochs=10, nc=2)
 
 
+@pytest.mark.parametrize("damage", [{"scale": "x"}, {"growth_factor": None}, {"scale": torch.ones(2)}, None], ids=str)
+def test_damaged_state_of_the_loss_scaler_is_refused(damage, stored):
+    trainer = new_trainer()
+    trainer.scaler = torch.amp.GradScaler("cpu")
+    stored.scaler = trainer.scaler.state_dict() | damage if damage else {"scale": 1.0}
+    with pytest.raises(ValueError, match="last.pt holds the state of another optimizer"):
+        trainer.restore(stored, epochs=10, nc=2)
+
+
 def test_state_of_another_optimizer_is_refused(stored):
     with pytest.raises(ValueError, match="last.pt holds the state of another optimizer.*--adam"):
         new_trainer(adam=True).restore(stored, epochs=10, nc=2)

@@ -97,6 +97,15 @@ def test_copies_in_the_same_memory_are_those_that_are_made_anew(tmp_path):
     assert all(first is second for first, second in zip(*seen, strict=True))
 
 
+def test_a_copy_that_was_replaced_is_none_any_more():
+    """What comes to lie where it lay has its id, and has to be copied."""
+    copies, state = HostCopies(), {"weight": torch.ones(2, 3, 4, 4)}
+    before = copies.values(state)["weight"]
+    state["weight"] = state["weight"].to(memory_format=torch.channels_last)
+    now = copies.values(state)["weight"]
+    assert now is not before and copies.owned() == {id(now)}
+
+
 def wait_for(path):
     for _ in range(200):
         if path.exists():
@@ -151,6 +160,10 @@ def test_a_failed_write_is_warned_about_and_raised_at_the_next_save(tmp_path, mo
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "save", full)
+        checkpoints.initial(torch.nn.Linear(1, 1))
+        with pytest.raises(OSError, match="No space left"):
+            checkpoints.wait()
+        assert "init.pt could not be written: No space left" in caplog.text
         checkpoints.after_epoch(lambda: {"epoch": 1}, 1, is_best=False)
         with pytest.raises(OSError, match="No space left"):
             checkpoints.after_epoch(lambda: {"epoch": 2}, 2, is_best=False)

@@ -87,6 +87,16 @@ def test_same_training_and_one_graph(caplog):
     assert result["model.0.bn.num_batches_tracked"] == 4  # building the model is the first
 
 
+def test_another_image_size_is_compiled_too(caplog):
+    """--resize-schedule trains on larger images from some epoch on."""
+    caplog.set_level("INFO")
+    model, seconds = new_model(), []
+    compiled.compile_model(model, seconds.append, CompileOptions("aot_eager", "default"))
+    for size, batch in ((64, 4), (64, 2), (96, 4), (96, 4), (96, 1)):
+        model(torch.rand(batch, 3, size, size))
+    assert len(seconds) == caplog.messages.count(SUCCESS) == counters["stats"]["unique_graphs"] == 2
+
+
 class TwoHeads(torch.nn.Module):
     """Predictions in a list for each head."""
 

@@ -130,6 +130,39 @@ def test_a_failed_capture_is_a_warning(caplog):
     assert len([text for text in warnings if "cannot be captured (operation not permitted)" in text]) == 1
 
 
+class Tight(OnCPU):
+    """Has no memory for the work on `size` images beside what graphs hold."""
+
+    size, num_failed = 2, 0
+
+    def forward_backward(self, images, compute_loss):
+        if len(images) == self.size and (self.captured_update or any(s.captured for s in self.shapes.values())):
+            self.num_failed += 1
+            for parameter in self.trainer.model.parameters():  # what a pass leaves that comes half the way
+                parameter.grad = torch.ones_like(parameter)
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return super().forward_backward(images, compute_loss)
+
+
+def test_an_ordinary_step_takes_the_memory_of_the_graphs(caplog):
+    """The last batch of an epoch is smaller and has no graph yet."""
+    caplog.set_level("INFO")
+    steps = compare(Tight, num_steps=12, sizes=(4, 4, 4, 4, 2))
+    assert steps.num_failed == 2 and steps.counts == {"replayed": 7, "captured": 5, "ordinary": 5}
+    assert caplog.text.count("give their memory back") == 2
+
+
+def test_without_graphs_the_memory_is_too_small(monkeypatch):
+    class Full(OnCPU):
+        def forward_backward(self, images, compute_loss):
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    steps = Full(new_trainer(batched=True))
+    steps.begin_epoch()
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        steps.step(0, 0, next(iter(batches(1))))
+
+
 def test_another_loss_and_moved_weights_need_new_graphs():
     steps = OnCPU(new_trainer(batched=True))
     step_cases.run(steps, batches(6))

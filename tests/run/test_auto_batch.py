@@ -87,7 +87,15 @@ def test_a_trial_makes_the_steps_of_the_run(flags):
     assert batch.images.shape == (3, 3, 64, 64) and len(batch.paths) == 3
     assert batch.targets[:, 0].unique().tolist() == [0, 1, 2] and set(batch.targets[:, 1].tolist()) <= {0.0, 1.0}
     assert batch.targets[:, 2:].min() >= 0 and batch.targets[:, 2:].max() <= 1
+    assert trial.num_waiting == (8 if flags == "--fast" else 0), "three slots of the Prefetcher"
     assert not torch.equal(model.state_dict()["model.0.bn.running_mean"], before), "it has been trained"
+
+
+def test_batches_on_their_way_take_memory(monkeypatch):
+    made, empty = [], torch.empty
+    monkeypatch.setattr(auto_batch.torch, "empty", lambda *size, **kind: made.append(size) or empty(*size, **kind))
+    auto_batch.new_trial(run(options("--img 64 --fast-step")), 64, tiny_model()).step(2)
+    assert (8 * 2 * 3 * 64 * 64,) in made
 
 
 @pytest.mark.gpu

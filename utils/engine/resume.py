@@ -77,7 +77,10 @@ def restore(stored, trainer, progress, opt):
     if state is None:
         logger.info("%s holds no full state: weights go on from half precision, random streams anew", stored.path)
         return
+    wrong = [name for name in ("results", "maps") if len(state[name]) != len(getattr(progress, name))]
     try:
+        if wrong:
+            raise TypeError(f"{wrong[0]} of another length")
         unwrap(trainer.model).load_state_dict(state["model"])
         trainer.ema.ema.load_state_dict(state["ema"])
         trainer.resume_schedule(stored.epoch)

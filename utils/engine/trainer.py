@@ -76,8 +76,6 @@ class Trainer:
                 )
             return progress
         self._restore_optimizer(stored)
-        if stored.scaler:
-            self.scaler.load_state_dict(stored.scaler)
         if stored.ema is not None:
             transfer(self.ema.ema, stored.ema.state)
             self.ema.updates = stored.updates or 0
@@ -103,6 +101,10 @@ class Trainer:
                 raise ValueError("a tensor of its state has another shape than its parameter")
             if not all(isinstance(v, NUMBERS) for group in self.optimizer.param_groups for v in _settings(group)):
                 raise ValueError("a setting of its parameter groups is no number")
+            if stored.scaler:
+                if not all(isinstance(value, (int, float)) for value in stored.scaler.values()):
+                    raise ValueError("a setting of its loss scaler is no number")
+                self.scaler.load_state_dict(stored.scaler)
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             raise ValueError(
                 f"{stored.path} holds the state of another optimizer ({error}): give or drop --adam as in that run, "

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import nn
 
-from utils.engine.checkpoint import Checkpoints, in_stock_order, save
+from utils.engine.checkpoint import Checkpoints, in_stock_order
 from utils.system.distributed import unwrap
 from utils.system.files import cause_of, printable
 
@@ -29,7 +29,7 @@ class BackgroundCheckpoints(Checkpoints):
         self.copies = HostCopies()
 
     def initial(self, model):
-        self._pending = self._writer.submit(save, snapshot(in_stock_order(model)), self.folder / "init.pt")
+        self.write(in_stock_order(model), [self.folder / "init.pt"])
 
     def after_epoch(self, make_content, epoch, is_best):
         self.wait()
@@ -37,7 +37,7 @@ class BackgroundCheckpoints(Checkpoints):
 
     def write(self, content, paths):
         self.copies.fetch()
-        self._pending = self._writer.submit(self._write_all, snapshot(content, self.copies.owned), paths)
+        self._pending = self._writer.submit(self._write_all, snapshot(content, self.copies.owned()), paths)
 
     def _write_all(self, content, paths):
         try:
@@ -66,14 +66,17 @@ class HostCopies:
     """
 
     def __init__(self):
-        self.models, self.kept, self.pieces, self.taken, self.owned = {}, {}, {}, {}, set()
+        self.models, self.kept, self.pieces, self.taken = {}, {}, {}, {}
         self.wanted = []  # (source, copy)
+
+    def owned(self):
+        """The ids of all copies that are in use."""
+        return set(map(id, (*self.models.values(), *self.kept.values())))
 
     def half_model(self, model):
         model = unwrap(model)
         if id(model) not in self.models:
-            self.models[id(model)] = copy = snapshot(in_stock_order(model).half())
-            self.owned.add(id(copy))
+            self.models[id(model)] = snapshot(in_stock_order(model).half())
         copy = self.models[id(model)]
         for name, value in vars(model).items():  # names, hyp and the like may have changed since
             if not name.startswith("_"):
@@ -97,7 +100,6 @@ class HostCopies:
         copy = self.kept.get(key)
         if copy is None or (copy.shape, copy.dtype, copy.stride()) != (source.shape, source.dtype, source.stride()):
             copy = self.kept[key] = torch.empty_like(source, device="cpu")
-        self.owned.add(id(copy))
         self.wanted.append((source, copy))
         return copy
 

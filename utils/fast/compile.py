@@ -92,8 +92,8 @@ def use_lasting_cache():
 class CompiledCall:
     """What calling a compiled model comes to: `compiled` for training batches of the first one's shape, else `eager`.
 
-    The first batch is rehearsed, forward and backward: only then is everything compiled, and an error cannot reach the
-    training. What the rehearsal does to BatchNorm statistics is undone; gradients are not touched.
+    The first batch of an image size is rehearsed, forward and backward: only then is everything compiled, and an error
+    cannot reach the training. What the rehearsal does to BatchNorm statistics is undone; gradients are not touched.
     """
 
     def __init__(self, model, eager, compiled, on_compiled):
@@ -102,7 +102,8 @@ class CompiledCall:
 
     def __call__(self, images, *args, **kwargs):
         is_training = self.model.training and torch.is_grad_enabled() and not (args or kwargs)
-        if is_training and self.shape is None:
+        is_new_size = self.shape is None or images.shape[2:] != self.shape[2:]  # as --resize-schedule brings them
+        if is_training and is_new_size and self.compiled is not self.eager:
             self.shape = images.shape
             self._try(images)
         use = self.compiled if is_training and images.shape == self.shape else self.eager
@@ -130,19 +131,19 @@ class CompiledCall:
         outputs = self.compiled(images)
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         with torch.autocast(images.device.type, enabled=False):
-            total = sum(output.float().sum() for output in _tensors(outputs))
+            total = sum(output.float().sum() for output in tensors_in(outputs))
             torch.autograd.grad(total, parameters, allow_unused=True)
         if images.device.type == "cuda":
             torch.cuda.synchronize(images.device)  # kernels may fail late
 
 
-def _tensors(outputs):
+def tensors_in(outputs):
     """All tensors in nested lists: a model of several heads returns a list of each."""
     if isinstance(outputs, torch.Tensor):
         yield outputs
     else:
         for part in outputs:
-            yield from _tensors(part)
+            yield from tensors_in(part)
 
 
 def _warn_eager(error):

@@ -12,9 +12,11 @@ The first steps of every shape are ordinary ones, so that cuDNN chooses its kern
 itself executes nothing. So neither disturbs the statistics of BatchNorm, the momentum or the average.
 
 The graph of a shape has room for the candidates of the largest batch so far and some more (`PaddedSizes`); a larger
-batch makes it be captured again, an exceptionally crowded one is trained without it.
+batch makes it be captured again, an exceptionally crowded one is trained without it. Graphs keep the memory of their
+work. Where ordinary steps find too little beside it, as in the last batch of an epoch, the graphs go for the while.
 """
 
+import gc
 import logging
 from contextlib import contextmanager
 from functools import partial
@@ -106,7 +108,31 @@ class GraphSteps(FastSteps):
 
     def _ordinary(self, batch):
         self.counts["ordinary"] += 1
+        try:
+            return super().backward(batch)
+        except torch.cuda.OutOfMemoryError:
+            if not self._free_graphs():
+                raise
+        # Outside of the handler: the error holds what was taken. BatchNorm has perhaps counted this batch once already.
+        gc.collect()
+        torch.cuda.empty_cache()
         return super().backward(batch)
+
+    def _free_graphs(self):
+        """Let the graphs go, whose memory is of no use to other work; returns whether there was one.
+
+        They are captured again when their next batch comes.
+        """
+        holders = [shape for shape in self.shapes.values() if shape.captured]
+        if not holders and self.captured_update is None:
+            return False
+        logger.info("CUDA graphs give their memory back, which an ordinary step needs; they are captured again")
+        self.wait()
+        self.trainer.optimizer.zero_grad()  # of the step that has failed
+        for shape in holders:
+            shape.captured = None
+        self.captured_update = None
+        return True
 
     def _prepare(self, batch, shape):
         """The CandidateSets of a batch, with the padded sizes of its image shape if they are large enough."""

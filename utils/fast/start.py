@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from utils.fast.compile import tensors_in
 from utils.loss.batched import grid_shapes
 from utils.system.files import counted
 
@@ -102,7 +103,7 @@ def dry_loss(compute_loss: Any, shape: Sequence[int], device: torch.device) -> C
     Torch's operations would take their indices from kernels that are compiled meanwhile, and have not run.
     """
     if not getattr(compute_loss, "has_kernels", bool)():
-        return lambda maps: sum(map_.float().mean() for map_ in _tensors(maps))
+        return lambda maps: sum(map_.float().mean() for map_ in tensors_in(maps))
     targets = torch.full((shape[0], 6), 0.5)  # one for each image
     targets[:, 0], targets[:, 1] = torch.arange(shape[0]), 0
     sets = compute_loss.prepare(targets, grid_shapes(compute_loss.head, shape), tuple(shape[2:]))
@@ -128,16 +129,6 @@ def dry_pass(network: torch.nn.Module, images: torch.Tensor, autocast: Callable,
         buffer.copy_(before)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
-
-
-def _tensors(output):
-    """The tensors in nested lists and tuples that belong to an autograd graph."""
-    if isinstance(output, torch.Tensor):
-        if output.requires_grad:
-            yield output
-        return
-    for part in output:
-        yield from _tensors(part)
 
 
 @contextmanager

@@ -114,8 +114,23 @@ def round_up(count):
     return max(-(-count // step), 1) * step
 
 
+class InOneBuffer:
+    """What is known of a batch before its predictions, of `shapes`: a `buffer` of certain `sizes` holds all of it."""
+
+    def to(self, device):
+        """The same with its buffer on `device`; from pinned memory to a GPU it travels without waiting."""
+        return self if device.type == "cpu" else replace(self, buffer=self.buffer.to(device, non_blocking=True))
+
+    def copy_(self, other):
+        """Take over the values of one of equal sizes and shapes, without waiting if those are pinned; returns self."""
+        if (self.sizes, self.shapes) != (other.sizes, other.shapes):
+            raise ValueError(f"a batch of {self.sizes} and {self.shapes} cannot hold one of {other.sizes}")
+        self.buffer.copy_(other.buffer, non_blocking=True)
+        return self
+
+
 @dataclass
-class CandidateSet:
+class CandidateSet(InOneBuffer):
     """Everything that a loss knows about a batch before its predictions; made by `find_candidates`."""
 
     sizes: Sizes
@@ -131,16 +146,8 @@ class CandidateSet:
         parts = (*whole.split(ints), boxes.view(-1, 4), corners.view(-1, 5), geometry.view(-1, 7))
         self.tensors = CandidateTensors(*parts)
 
-    def to(self, device):
-        """The same with its buffer on `device`; from pinned memory to a GPU it travels without waiting."""
-        return self if device.type == "cpu" else replace(self, buffer=self.buffer.to(device, non_blocking=True))
-
     def copy_(self, other):
-        """Take over the values of a CandidateSet of equal sizes and shapes, without waiting if those are pinned."""
-        if (self.sizes, self.shapes) != (other.sizes, other.shapes):
-            raise ValueError(f"candidates of {self.sizes} and {self.shapes} cannot hold those of {other.sizes}")
-        self.buffer.copy_(other.buffer, non_blocking=True)
-        self.pairs_of_target = other.pairs_of_target
+        super().copy_(other).pairs_of_target = other.pairs_of_target
         return self
 
 

@@ -12,7 +12,7 @@ type and order.
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from utils.loss import assign_kernels, loss_kernels
 from utils.loss.assigner import NEIGHBOUR_STEPS, dynamic_k
-from utils.loss.candidates import SPARE, round_up
+from utils.loss.candidates import SPARE, InOneBuffer, round_up
 from utils.loss.criterion import AUXILIARY_WEIGHT, smooth_labels
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Room:
 
     @property
     def work(self):
-        """What to compute with it costs, in pairs of a target and a candidate as `candidates.Sizes` counts it."""
+        """Grows with what computing costs; nothing here has the limit of pairs that `batched_assigner` has."""
         return self.targets
 
     def or_more(self, other):
@@ -66,7 +66,7 @@ class TargetTensors(NamedTuple):
 
 
 @dataclass
-class TargetSet:
+class TargetSet(InOneBuffer):
     """The targets of a batch with all that their candidates depend on; made by `target_set`."""
 
     sizes: Room
@@ -91,17 +91,6 @@ class TargetSet:
     def slots(self):
         """How many candidates a target can have."""
         return len(self.shapes) * len(NEIGHBOUR_STEPS) * self.shapes[0][1]
-
-    def to(self, device):
-        """The same with its buffer on `device`; from pinned memory to a GPU it travels without waiting."""
-        return self if device.type == "cpu" else replace(self, buffer=self.buffer.to(device, non_blocking=True))
-
-    def copy_(self, other):
-        """Take over the values of a TargetSet of equal sizes and shapes, without waiting if those are pinned."""
-        if (self.sizes, self.shapes) != (other.sizes, other.shapes):
-            raise ValueError(f"targets of {self.sizes} and {self.shapes} cannot hold those of {other.sizes}")
-        self.buffer.copy_(other.buffer, non_blocking=True)
-        return self
 
 
 def _aligned(size):

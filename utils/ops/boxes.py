@@ -43,14 +43,6 @@ def xywhn2xyxy(boxes_xywhn, w=640, h=640, padw=0, padh=0):
     return boxes
 
 
-def xyn2xy(points_n, w=640, h=640, padw=0, padh=0):
-    """Normalised points [n x 2] to pixels of a `w` x `h` image that sits at (padw, padh)."""
-    points = _like(points_n)
-    points[:, 0] = w * points_n[:, 0] + padw
-    points[:, 1] = h * points_n[:, 1] + padh
-    return points
-
-
 def segment2box(segment, width=640, height=640):
     """Bounding box [4, xyxy, float64] of the points of `segment` [m x 2] inside the image; zeros if none has x != 0."""
     x, y = segment.T

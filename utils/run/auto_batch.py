@@ -32,6 +32,7 @@ FAR = 16  # a guess goes at most so many times beyond what has been measured
 CLOSE = 1.06  # times the best: no need to look for a larger one
 STRIDE = 64  # the largest one of all models
 BOXES_PER_IMAGE = 25  # in the trials; a mosaic of everyday images has about 14
+SLOT = 3  # times the bytes of its images: what workers leave to the GPU comes in twice as many, and is made elsewhere
 
 
 def largest(need, limit, most=MOST):
@@ -74,12 +75,17 @@ class BatchTrial:
     def __init__(self, steps, batches, image_size, num_classes, device):
         self.steps, self.batches, self.device = steps, batches, device
         self.image_size, self.num_classes = image_size, num_classes
+        # batches that are on their way in a run, of which a trial has but one, as bytes
+        self.num_waiting = max(SLOT * getattr(batches, "ahead", 0) - 1, 0)
 
     def step(self, batch_size):
         """Train on one batch, with an optimiser step."""
         self.steps.begin_epoch()
+        num_bytes = self.num_waiting * batch_size * 3 * self.image_size**2
+        waiting = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         for batch in self.batches([self._batch(batch_size)], self.device):
             self.steps.step(0, 0, batch)
+        del waiting  # here, so that it was there
 
     def _batch(self, batch_size):
         """What a loader would deliver: noise with boxes."""

@@ -16,7 +16,10 @@ def start_ahead(words: Sequence[str], environment: Mapping[str, str] = os.enviro
     torch later uses the very same context. Where anything fails nothing is said: torch will find out, and say it.
     """
     is_fast = any(word.startswith(FLAGS) for word in words)
-    if not is_fast or LAUNCHED in environment or any(word.startswith(OTHERS) for word in words):
+    typed = [word.partition("=")[0] for word in words]
+    # argparse takes --dev for --device; a driver that has started no longer reads which GPUs it is to see
+    names_others = any(other.startswith(word) for other in OTHERS for word in typed)
+    if not is_fast or LAUNCHED in environment or names_others:
         return None
     os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch sets it, which the driver reads once
     # No daemon: Python ends such threads wherever they are, which inside a library of C++ aborts the process.

@@ -9,9 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
+from utils.system.cores import CGROUP
+
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
+# Of a container, for both versions of cgroup: folder, limit, use, and what of the use is files that would make room.
+MEMORY_LIMITS = (("", "memory.max", "memory.current", "inactive_file"),
+                 ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))  # fmt: skip
 
 
 def shared_array(shape, dtype):
@@ -41,18 +46,17 @@ def describe_bytes(num_bytes):
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
 
 
-def available_memory():
-    """Bytes that can be had without swapping, of the machine or of this container; None where that is unknown."""
+def available_memory(cgroup=CGROUP):
+    """Bytes that can be had without swapping, of the machine or the container `cgroup`; None where that is unknown."""
     found = []
-    try:
+    with suppress(OSError, ValueError):  # no Linux
         lines = Path("/proc/meminfo").read_text().splitlines()
         found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-        limit, used = (Path("/sys/fs/cgroup", name).read_text() for name in ("memory.max", "memory.current"))
-        cached = next(line for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
-                      if line.startswith("inactive_file "))  # fmt: skip
-        found.append(int(limit) - int(used) + int(cached.split()[1]))
-    except (OSError, ValueError, StopIteration):  # no Linux, or no limit
-        pass
+    for folder, limit, used, cached in MEMORY_LIMITS:
+        with suppress(OSError, ValueError, KeyError):  # another version, or no limit
+            limit, used = (int((cgroup / folder / name).read_text()) for name in (limit, used))
+            statistics = dict(line.split() for line in (cgroup / folder / "memory.stat").read_text().splitlines())
+            found.append(limit - used + int(statistics[cached]))
     return min(found, default=None)
 
 

@@ -67,7 +67,7 @@ def max_pool(x, window, stride=1, out=None, copy=None):
     return out, x.detach().clone()
 
 
-def max_pool_gradient(pieces, choice, window, stride=1, size=None, out=None, plus=()):
+def max_pool_gradient(pieces, choice, window, stride=1, size=None, plus=()):
     return sum(plus, gradients(_pool(window, stride), [choice], pieces)[0])
 
 
@@ -76,7 +76,7 @@ def upsample(x, out=None, copy=None):
     return out
 
 
-def upsample_gradient(pieces, out=None, plus=()):
+def upsample_gradient(pieces, plus=()):
     batch, channels, height, width = pieces[0].shape
     x = pieces[0].new_zeros(batch, channels, height // 2, width // 2)
     return sum(plus, gradients(lambda x: functional.interpolate(x, scale_factor=2), [x], pieces)[0])

@@ -126,6 +126,12 @@ def test_a_run_is_told_how_its_layers_are_computed(plain, caplog):
     assert "forward: all 6 layers fused" in caplog.text
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton works on a GPU")
+def test_where_triton_does_not_work_the_model_is_left_alone(caplog):
+    model = random_model(SMALL)
+    assert fused_model(model) is model and "forward: not fused, Triton does not work here (" in caplog.text
+
+
 def test_another_detection_layer_is_left_alone(caplog):
     class OtherDetect(IDetect):
         pass
