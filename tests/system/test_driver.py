@@ -50,7 +50,8 @@ def test_without_a_driver_nothing_happens():
         ("--fast --device=1", {}, False),
         ("--fast --dev 1", {}, False),
         ("--fast --devi=1", {}, False),
-        ("--fast --data set.yaml", {}, True),
+        ("--fast --data set.yaml --weights= --cfg a", {}, True),
+        ("--fast --weights  --cfg a", {}, True),
         ("--resume --fast", {}, False),
         ("--fast --help", {}, False),
         ("--fast", {"RANK": "0"}, False),
@@ -60,7 +61,7 @@ def test_only_fast_runs_on_the_first_gpu_start_it(line, environment, is_started,
     opened = []
     monkeypatch.setattr(driver, "open_first_gpu", lambda: opened.append(1))
     monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")  # of the user
-    thread = driver.start_ahead(line.split(), environment)
+    thread = driver.start_ahead(line.split(" "), environment)
     if thread:
         thread.join()
     assert bool(opened) == is_started == bool(thread) and os.environ["CUDA_MODULE_LOADING"] == "EAGER"

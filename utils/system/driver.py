@@ -18,7 +18,7 @@ def start_ahead(words: Sequence[str], environment: Mapping[str, str] = os.enviro
     is_fast = any(word.startswith(FLAGS) for word in words)
     typed = [word.partition("=")[0] for word in words]
     # argparse takes --dev for --device; a driver that has started no longer reads which GPUs it is to see
-    names_others = any(other.startswith(word) for other in OTHERS for word in typed)
+    names_others = any(other.startswith(word) for other in OTHERS for word in typed if len(word) > len("--"))
     if not is_fast or LAUNCHED in environment or names_others:
         return None
     os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch sets it, which the driver reads once
