@@ -40,7 +40,6 @@ from utils.loggers.results import open_report
 from utils.loss.multi_head import has_several_heads
 from utils.metrics.detection import fitness
 from utils.metrics.multi_head import heads_of, score_heads
-from utils.plots.run import wait_for_background
 from utils.run import auto_batch, entry, fast_paths
 from utils.run.closing import log_result
 from utils.run.context import Run
@@ -139,11 +138,13 @@ def train(given):
 
 def finish_run(run, loaders, report, checkpoints, progress, seconds):
     """After the last epoch: plots, the official score on COCO, weights for inference, and what the run achieved."""
-    report.finish()
-    for path in checkpoints.written() if run.data.is_coco and run.data.nc == 80 else ():
-        score_checkpoint(path, run.data, run.options, loaders.val.dataset.img_size, iou_thres=0.7)
-    checkpoints.strip(rebuild)
-    wait_for_background()
+    report.last_plots()  # are drawn while the weights are made
+    try:
+        for path in checkpoints.written() if run.data.is_coco and run.data.nc == 80 else ():
+            score_checkpoint(path, run.data, run.options, loaders.val.dataset.img_size, iou_thres=0.7)
+        checkpoints.strip(rebuild)
+    finally:
+        report.finish()
     if run.ranks.is_main:
         log_result(run.options, progress, report.clock, seconds, checkpoints.written())
 
