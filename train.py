@@ -3,6 +3,7 @@
 python train.py --data data/coco.yaml --cfg cfg/training/yolov7-tiny.yaml --hyp data/hyp.scratch.tiny.yaml --img 320
 """
 
+import gc
 import logging
 import os
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 if __name__ == "__main__":  # before torch is imported, which takes as long
     from utils.system.driver import start_ahead
 
+    gc.disable()  # or Python would look for garbage among all that it imports, again and again
     start_ahead(sys.argv[1:])
 
 import numpy as np
@@ -288,4 +290,6 @@ def choose_images(run, epoch, loaders, class_weights, maps):
 if __name__ == "__main__":
     parser = train_parser()
     opt = parser.parse_args()
+    gc.freeze()  # nor later: what is imported stays
+    gc.enable()
     entry.run(main, opt)
