@@ -3,6 +3,7 @@
 python train.py --data data/coco.yaml --cfg cfg/training/yolov7-tiny.yaml --hyp data/hyp.scratch.tiny.yaml --img 320
 """
 
+import gc
 import logging
 import os
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 if __name__ == "__main__":  # before torch is imported, which takes as long
     from utils.system.driver import start_ahead
 
+    gc.disable()  # or Python would look for garbage among all that it imports, again and again
     start_ahead(sys.argv[1:])
 
 import numpy as np
@@ -40,7 +42,6 @@ from utils.loggers.results import open_report
 from utils.loss.multi_head import has_several_heads
 from utils.metrics.detection import fitness
 from utils.metrics.multi_head import heads_of, score_heads
-from utils.plots.run import wait_for_background
 from utils.run import auto_batch, entry, fast_paths
 from utils.run.closing import log_result
 from utils.run.context import Run
@@ -146,11 +147,13 @@ def train(given):
 
 def finish_run(run, loaders, report, checkpoints, progress, seconds):
     """After the last epoch: plots, the official score on COCO, weights for inference, and what the run achieved."""
-    report.finish()
-    for path in checkpoints.written() if run.data.is_coco and run.data.nc == 80 else ():
-        score_checkpoint(path, run.data, run.options, loaders.val.dataset.img_size, iou_thres=0.7)
-    checkpoints.strip(rebuild)
-    wait_for_background()
+    report.last_plots()  # are drawn while the weights are made
+    try:
+        for path in checkpoints.written() if run.data.is_coco and run.data.nc == 80 else ():
+            score_checkpoint(path, run.data, run.options, loaders.val.dataset.img_size, iou_thres=0.7)
+        checkpoints.strip(rebuild)
+    finally:
+        report.finish()
     if run.ranks.is_main:
         log_result(run.options, progress, report.clock, seconds, checkpoints.written())
 
@@ -295,4 +298,6 @@ def choose_images(run, epoch, loaders, class_weights, maps):
 if __name__ == "__main__":
     parser = train_parser()
     opt = parser.parse_args()
+    gc.freeze()  # nor later: what is imported stays
+    gc.enable()
     entry.run(main, opt)

@@ -32,10 +32,11 @@ SEAMS = (  # phases in the main process; those that this version or this run doe
     "utils.loggers.results:open_tensorboard", "utils.loggers.results:RunReport.labels", "train:check_anchors",
     "train:prepare_model", "utils.engine.checkpoint:Checkpoints.initial", "train:finish_epoch", "train:validate_ema",
     "utils.engine.checkpoint:Checkpoints.after_epoch", "utils.engine.checkpoint:Checkpoints.strip",
-    "utils.loggers.results:RunReport.finish", "utils.loggers.tensorboard:TensorBoardLogger.finish",
+    "utils.loggers.results:RunReport.last_plots", "utils.loggers.results:RunReport.finish",
+    "utils.loggers.tensorboard:TensorBoardLogger.finish",
     "utils.loggers.results:plot_results", "utils.loggers.results:wait_for_background",
     "utils.engine.trainer:Trainer.step", "utils.engine.ema:ModelEMA.ema_for_evaluation", "train:log_scores",
-    "utils.engine.evaluate:non_max_suppression", "utils.engine.evaluate:grids_of", "utils.plots.run:in_process",
+    "utils.engine.evaluate:non_max_suppression", "utils.engine.evaluate:grids_of", "utils.plots.run:in_background",
     "utils.engine.evaluate:DetectionScores.summary",
 )  # fmt: skip
 FAST_SEAMS = (

@@ -81,11 +81,12 @@ def test_full_disk_ends_a_run_with_a_sentence_and_it_can_be_resumed(tmp_path, sm
     assert read_checkpoint(last.with_name("last_full.pt")).epoch == 1
 
 
-def test_picture_that_cannot_be_written_is_one_warning(tmp_path, caplog):
-    def draw(path):
-        raise OSError(28, "No space left on device", str(path))
+def fill_the_disk(path):
+    raise OSError(28, "No space left on device", str(path))
 
-    plots.in_background(draw, tmp_path / "chart.png")
+
+def test_picture_that_cannot_be_written_is_one_warning(tmp_path, caplog):
+    plots.in_background(fill_the_disk, tmp_path / "chart.png")
     plots.wait_for_background()
     (message,) = caplog.messages
     assert "chart.png" in message and "No space left" in message and caplog.records[0].exc_info is None

@@ -1,13 +1,16 @@
 """Checkpoints by a thread: the same files, from a snapshot, in order, and no silent failure."""
 
+import shutil
 import threading
 import time
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
+from models.experimental import rebuild
 from tests import small_run
 from tests.engine.test_trainer import new_trainer, run
 from utils.config.options import train_parser
@@ -54,6 +57,55 @@ def test_files_hold_the_state_at_the_time_of_saving(tmp_path, held):
         assert torch.equal(stored.optimizer["state"][0]["momentum_buffer"], momentum)
         for name, value in stored.model.state.items():
             assert torch.equal(value, weights[name].to(value.dtype)), name
+
+
+def assert_same_content(path, other):
+    """All that the files hold, to the bit and in the same order."""
+    one, two = (torch.load(file, weights_only=False) for file in (path, other))
+    assert list(one) == list(two) and one["epoch"] == two["epoch"] and one["best_fitness"] == two["best_fitness"]
+    for name, layer in one["model"].named_modules():
+        known = two["model"].get_submodule(name)
+        assert list(vars(layer)) == list(vars(known)), name
+        plain = [{k: v for k, v in vars(m).items() if isinstance(v, str | int | float | list | dict) and k[0] != "_"}
+                 for m in (layer, known)]  # fmt: skip
+        assert plain[0] == plain[1], name
+    states = [content["model"].state_dict() for content in (one, two)]
+    assert list(states[0]) == list(states[1]) and path.stat().st_size == pytest.approx(other.stat().st_size, abs=500)
+    for name, value in states[0].items():
+        known = states[1][name]
+        assert value.dtype == known.dtype and value.stride() == known.stride() and torch.equal(value, known), name
+
+
+@pytest.mark.parametrize("best", [1, 2])
+@pytest.mark.parametrize("can_link", [True, False])
+def test_stripped_from_memory_as_from_the_files(best, can_link, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(1, "Operation not permitted")
+
+    checkpoints, trainer = BackgroundCheckpoints(tmp_path / "memory", epochs=3), new_trainer()
+    trainer.ema.ema.names, trainer.ema.ema.class_weights = ["cat"], torch.ones(1)
+    for epoch in range(3):
+        run(trainer, 2)
+        make = partial(trainer.checkpoint, epoch, 0.5, "text\n", checkpoints.copies)
+        checkpoints.after_epoch(make, epoch, is_best=epoch == best)
+    checkpoints.wait()
+    shutil.copytree(tmp_path / "memory", tmp_path / "files")
+    if not can_link:
+        monkeypatch.setattr("os.link", refuse)
+    with monkeypatch.context() as patch:
+        if best == 2:
+            patch.setattr("utils.engine.checkpoint.read_checkpoint", lambda path: pytest.fail(f"{path} is in memory"))
+        checkpoints.strip(rebuild)
+    Checkpoints(tmp_path / "files", epochs=3).strip(rebuild)
+    names = {path.name for path in (tmp_path / "files").iterdir()}
+    assert names == {path.name for path in (tmp_path / "memory").iterdir()}
+    for name in names:
+        assert_same_content(tmp_path / "memory" / name, tmp_path / "files" / name)
+    last, full = (tmp_path / "memory" / name for name in ("last.pt", "last_full.pt"))
+    assert read_checkpoint(last).optimizer is None and last.stat().st_nlink == 1
+    assert full.read_bytes() == (tmp_path / "files" / "last_full.pt").read_bytes()
+    checkpoints.strip(rebuild)
+    assert read_checkpoint(full).optimizer, "stripping twice changes nothing"
 
 
 def test_same_files_as_without_the_thread(tmp_path):

@@ -75,9 +75,9 @@ def test_pictures_show_all_images(case, monkeypatch, tmp_path):  # noqa: F811
     """The confusion matrix of rank 0 counts the images of all."""
     model, loader, _ = case
     drawn = []
-    monkeypatch.setattr("utils.engine.evaluate.plots.in_process", lambda function, *args: function(*args))
+    monkeypatch.setattr("utils.engine.evaluate.plots.in_background", lambda function, *args: function(*args))
     monkeypatch.setattr("utils.engine.evaluate.plots.plot_confusion_matrix", lambda matrix, *_: drawn.append(matrix))
-    monkeypatch.setattr("utils.engine.evaluate.plots.plot_curves", lambda *_: None)
+    monkeypatch.setattr("utils.engine.evaluate.plots.plot_curves", lambda *_, **__: None)
     monkeypatch.setattr("utils.engine.evaluate.grids_of", lambda *_: [])
     evaluate(model, loader, 2, NAMES, plot_dir=tmp_path)
     processes = Processes(2, monkeypatch)

@@ -6,6 +6,7 @@ import io
 import logging
 import re
 import sys
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,7 +17,6 @@ from tests import parity
 from utils.loggers import results as report_module
 from utils.loggers.clock import per_second
 from utils.loggers.results import NullReport, RunReport
-from utils.plots.run import wait_for_background
 
 NAMES = ["circle", "square"]
 RATES = (0.01, 0.01, 0.1)
@@ -211,8 +211,8 @@ def test_images_of_a_run(tmp_path):
     report = open_quiet(tmp_path, images=True)
     report.labels([torch.tensor([(0, 0.5, 0.5, 0.2, 0.2)]).numpy()])
     one_epoch(report, 0, losses=[(0.1, 0.2, 0.3, 0.6)] * 11, num_labels=0)
+    report.last_plots()
     report.finish()
-    wait_for_background()
     previews = {f"train_batch{number}.jpg" for number in range(10)}
     assert {path.name for path in tmp_path.iterdir()} == {
         "results.txt", "results.csv", "results.png", "labels.jpg", *previews
@@ -221,7 +221,7 @@ def test_images_of_a_run(tmp_path):
 
 def test_previews_may_be_overwritten_and_only_open_a_run(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(report_module, "in_background", lambda function, *args: drawn.append(args))
+    monkeypatch.setattr(report_module, "in_background", lambda function, *args: drawn.append(args) or Future())
     report = open_quiet(tmp_path, images=True)
     images = torch.ones(20, 3, 8, 8)
     for _ in report.epoch(0, [None], 1):
@@ -237,8 +237,8 @@ def test_tensorboard_has_the_tags_of_stock(tmp_path):
     report = open_quiet(tmp_path, tensorboard=True)
     report.labels([torch.zeros(2, 5).numpy()])
     one_epoch(report, 0, results=(0.5, 0.25, 0.125, 0.1, 1, 2, 3))
+    report.last_plots()
     report.finish()
-    wait_for_background()
     events = accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
     ours = ("speed/", "hparam/")

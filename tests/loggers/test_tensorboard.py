@@ -1,6 +1,7 @@
 """The event file beside stock's scalars: speed of every epoch, images, settings with their final scores."""
 
 import time
+from io import BytesIO
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from PIL import Image
 from utils.loggers.clock import TrainingClock
 from utils.loggers.monitor import Usage
 from utils.loggers.results import RunReport
-from utils.loggers.tensorboard import TensorBoardLogger, run_settings
+from utils.loggers.tensorboard import TensorBoardLogger, event_image, run_settings
 
 accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
@@ -34,6 +35,7 @@ def run(folder, world_size=1, epochs=2):
             report.batch(torch.tensor(items), torch.zeros(4, 3, 32, 32), torch.zeros(0, 6), ["x.jpg"] * 4)
         report.end_training(torch.zeros(0, 4))
         report.epoch_done((0.5, 0.25, 0.125, 0.1, 1, 2, 3), (0.01, 0.01, 0.1))
+    report.last_plots()
     report.finish()
     return report
 
@@ -132,10 +134,9 @@ def test_an_epoch_without_batches(tmp_path):
     assert "speed/images_per_second" not in events_of(tmp_path).Tags()["scalars"]
 
 
-def test_small_images_are_not_enlarged(tmp_path):
-    shown = []
-    writer = type("Writer", (), {"add_image": lambda self, tag, image, dataformats: shown.append(image)})()
-    tensorboard = TensorBoardLogger(writer, tmp_path)
-    for number in range(5):
-        tensorboard.mosaic(np.zeros((10, 20, 3), np.uint8), number)
-    assert [image.shape for image in shown] == [(10, 20, 3)] * 3
+def test_images_keep_their_pixels_and_small_ones_their_size():
+    pixels = np.random.default_rng(0).integers(0, 256, (10, 20, 3), np.uint8)
+    image = event_image(pixels)
+    assert (image["width"], image["height"]) == (20, 10)
+    with Image.open(BytesIO(image["encoded_image_string"])) as stored:
+        assert np.array_equal(np.asarray(stored), pixels)

@@ -1,10 +1,12 @@
 """Plots: what is drawn where, that inputs stay as they were, and that odd inputs give a plot or a sentence."""
 
 import os
+import signal
+import subprocess
 import sys
-import threading
 import time
 import warnings
+from pathlib import Path
 
 import matplotlib.colors
 import numpy as np
@@ -16,6 +18,7 @@ from utils.metrics.detection import precision_recall_curves
 from utils.plots import images as image_grid
 from utils.plots import run
 
+ROOT = Path(__file__).resolve().parents[2]
 LINE = "      {0}/3        0G   0.07249  0.002652   0.02917    0.1043        28        64"
 TEST = "  0.002876    0.1508  {0:.7f} 0.0001209    0.1261  0.003634   0.03906"
 
@@ -220,40 +223,92 @@ def test_plots_touch_no_random_generator_and_no_pyplot(tmp_path):
     assert "matplotlib.pyplot" not in sys.modules
 
 
-# ---- the drawing thread
+# ---- the drawing processes
 
 
-def test_background_runs_in_another_thread_in_order():
-    seen = []
-    for number in range(5):
-        run.in_background(lambda k: seen.append((k, threading.current_thread().name)), number)
+def write_process(path, seconds=0.0):
+    time.sleep(seconds)
+    path.write_text(str(os.getpid()))
+    return "written"
+
+
+def end_itself():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture
+def two_processes(monkeypatch):
     run.wait_for_background()
-    assert [number for number, _ in seen] == list(range(5))
-    assert {name.split("_")[0] for _, name in seen} == {"plots"}
-
-
-def test_background_error_is_logged_and_the_next_plot_drawn(caplog):
-    seen = []
-    run.in_background(image_grid.plot_images, np.zeros((0, 3, 8, 8)), np.zeros((0, 6)), fname="nothing.jpg")
-    run.in_background(seen.append, 1)
+    run._open_pool.cache_clear()
+    monkeypatch.setattr(run, "usable_cores", lambda: 8)
+    yield
     run.wait_for_background()
-    assert seen == [1]
-    assert "plot_images failed" in caplog.text and "nothing.jpg" in caplog.text
+    run._open_pool.cache_clear()
 
 
-def test_figures_are_drawn_by_other_processes(tmp_path):
-    def draw(path, seconds):
-        time.sleep(seconds)
-        path.write_text(f"{os.getpid()} {slow.exists()}")
-
-    slow, figures = tmp_path / "slow", [tmp_path / "a", tmp_path / "b"]
-    run.in_background(draw, slow, 0.2)
-    for figure in figures:
-        run.in_process(draw, figure, 0)
-    run.in_process(lambda: 1 // 0)  # costs nothing but itself
+def test_plots_are_drawn_by_other_processes_at_once(two_processes, tmp_path):
+    files = [tmp_path / name for name in "ab"]
+    tasks = [run.in_background(write_process, file, 0.3) for file in files]
+    assert run.drawn(tasks[0]) == "written"
     run.wait_for_background()
-    pids, known = zip(*(path.read_text().split() for path in figures), strict=True)
-    assert len({str(os.getpid()), *pids}) == 3 and known == ("True", "True")  # the thread was done before
+    assert len({os.getpid(), *(int(file.read_text()) for file in files)}) == 3
+
+
+def test_waiting_may_leave_a_plot_out(two_processes, tmp_path):
+    slow = run.in_background(write_process, tmp_path / "slow", 1)
+    run.in_background(write_process, tmp_path / "quick")
+    run.wait_for_background(but=[slow])
+    assert (tmp_path / "quick").exists() and not slow.done()
+
+
+def test_background_error_is_logged_and_the_next_plot_drawn(tmp_path, caplog):
+    run.in_background(image_grid.plot_images, np.zeros((0, 3, 8, 8)), np.zeros((0, 6)), None, "nothing.jpg")
+    run.in_background(lambda: "cannot be sent")
+    run.in_background(write_process, tmp_path / "next")
+    run.wait_for_background()
+    assert (tmp_path / "next").exists()
+    assert caplog.text.count("a plot failed; the run goes on") == 2
+    assert "there is no image to draw" in caplog.text and "nothing.jpg" in caplog.text
+    assert "Can't pickle" in caplog.text
+
+
+def test_killed_process_costs_its_plots_only(tmp_path, caplog):
+    run.in_background(end_itself)
+    run.wait_for_background()
+    assert "a process that draws was killed" in caplog.text
+    run.in_background(write_process, tmp_path / "next")
+    run.wait_for_background()
+    assert (tmp_path / "next").exists()
+
+
+@pytest.mark.parametrize("call", ["draw()", "threading.Thread(target=draw).start()"])
+def test_kill_while_a_figure_is_drawn_leaves_no_file(call, tmp_path):
+    """Neither half a file nor a temporary one, and no process."""
+    code = f"""
+import os, threading, time
+from utils.plots import run, style
+def slow(figure):
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+style.use_fonts = slow
+def draw():
+    run.in_background(run.plot_confusion_matrix, [[1, 0], [0, 1]], ["a"], {str(tmp_path)!r})
+{call}
+time.sleep(60)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    drawing = int(process.stdout.readline())
+    process.kill()
+    process.wait()
+    while is_alive(drawing):
+        time.sleep(0.05)
+    assert not list(tmp_path.iterdir())
+
+
+def is_alive(pid):
+    """Whether a process works; nobody may be there to collect one that has ended."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 # ---- nothing empty, one colour for a class

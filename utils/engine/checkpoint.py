@@ -6,6 +6,7 @@ read by checkpoint_reader.py.
 
 import filecmp
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from copy import deepcopy
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from utils.engine.checkpoint_reader import StoredModel, full_state_path, read_checkpoint
+from utils.engine.checkpoint_reader import Checkpoint, StoredModel, full_state_path, read_checkpoint
 from utils.system.distributed import unwrap
 from utils.system.files import atomic_write, replacement
 
@@ -130,18 +131,29 @@ class Checkpoints:
         `rebuild` makes a Model of a StoredModel.
         """
         paths = self.written()
-        are_same = len(paths) == 2 and filecmp.cmp(
-            self.last, self.best, shallow=False
-        )  # the last epoch was the best one
+        are_same = len(paths) == 2 and self.are_same()
         for path in reversed(paths):  # last.pt at the end: until it is stripped, --resume knows what is left
-            if not (are_same and path == self.last):
-                checkpoint = read_checkpoint(path)
+            is_copy = are_same and path == self.last
+            if not is_copy:
+                checkpoint = self.read(path)
                 content = _inference_content(rebuild(checkpoint.for_inference()), checkpoint)
             if path == self.last and checkpoint.optimizer is not None:  # not when a kill came between the two files
-                with replacement(full_state_path(path)) as copy:
-                    shutil.copyfile(path, copy)
-            save(content, path)
+                with replacement(full_state_path(path)) as full:
+                    _link(path, full)
+            if is_copy:
+                with replacement(path) as unfinished:
+                    shutil.copyfile(self.best, unfinished)
+            else:
+                save(content, path)
             logger.debug("Optimizer stripped from %s, %.1fMB", path, path.stat().st_size / 1e6)
+
+    def are_same(self) -> bool:
+        """Whether last.pt and best.pt hold the same: the last epoch was the best one."""
+        return filecmp.cmp(self.last, self.best, shallow=False)
+
+    def read(self, path: Path) -> Checkpoint:
+        """What one of the files holds."""
+        return read_checkpoint(path)
 
 
 class NoCheckpoints:
@@ -156,6 +168,15 @@ class NoCheckpoints:
 
     def written(self):
         return []
+
+
+def _link(path, other):
+    """Let the file `path` have the name `other` as well, until another one takes its own; a copy where that fails."""
+    other.unlink()
+    try:
+        os.link(path, other)
+    except OSError:  # a file system without such links
+        shutil.copyfile(path, other)
 
 
 def _inference_content(model, checkpoint):

@@ -198,6 +198,14 @@ def _stored(model, extent):
     return StoredModel(state, cfg, attached)
 
 
+def stored_model(model: nn.Module) -> StoredModel:
+    """What would be read of a model on the CPU if it were written."""
+    content = vars(model)
+    return StoredModel(
+        model.state_dict(), content["yaml"], {name: content[name] for name in ATTACHED if name in content}
+    )
+
+
 def _collect(layer, prefix, state, extent, depth=0):
     """Add a stand-in's parameters, its buffers, then those of its inner layers to `state`, named as in a state dict.
 

@@ -98,11 +98,11 @@ def evaluate(
     summary = scores.summary(nc, v5_metric)
     if summary.problem and matrices:  # not what was gathered elsewhere
         logger.warning("Validation: %s", summary.problem)
+    for grid in grids:
+        plots.in_background(draw_grid, *grid)
     if plot_dir:
-        plots.in_process(plots.plot_curves, summary.curves, plot_dir, names)
-        plots.in_process(plots.plot_confusion_matrix, confusion.matrix, names, plot_dir)
-    for grid in grids:  # last: a new process waits until the thread has drawn what it was given
-        plots.in_background(plot_images, *grid)
+        plots.in_background(plots.plot_confusion_matrix, confusion.matrix, names, plot_dir)
+        plots.plot_curves(summary.curves, plot_dir, names, call=plots.in_background)
     return Evaluation(summary, mean_losses(losses), (*times, sum(times)))
 
 
@@ -137,10 +137,15 @@ def to_native(detections, network_shape, image_shape, ratio_pad):
 
 def grids_of(images, targets, detections, paths, names, stem):
     """What `plot_images` is given for <stem>_labels.jpg and <stem>_pred.jpg: the first images of a batch."""
-    pixels = (images[:MOST_CELLS] * 255).byte().cpu()
+    pixels = (images[:MOST_CELLS] * 255).byte().cpu().numpy()
     found = output_to_targets(detections[:MOST_CELLS], *reversed(images.shape[2:]))
     true, paths = targets.cpu().clone(), list(paths)  # a loader may use its buffers again
     return [(pixels, rows, paths, f"{stem}_{kind}.jpg", names) for kind, rows in (("labels", true), ("pred", found))]
+
+
+def draw_grid(*grid):
+    """As `plot_images`, but nothing is returned, which would have to be sent back."""
+    plot_images(*grid)
 
 
 def log_scores(scores: Scores, names: Sequence[str], per_class: bool, heads: Iterable = (), title: str = "") -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from utils.engine.checkpoint import Checkpoints, in_stock_order
+from utils.engine.checkpoint_reader import Checkpoint, stored_model
 from utils.system.distributed import unwrap
 from utils.system.files import cause_of, printable
 
@@ -25,7 +26,7 @@ class BackgroundCheckpoints(Checkpoints):
     def __init__(self, folder, epochs, save_every_epoch=True, period=0):
         super().__init__(folder, epochs, save_every_epoch, period)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
-        self._pending = None
+        self._pending, self._newest = None, ((), {})  # the files that were written last, and what they hold
         self.copies = HostCopies()
 
     def initial(self, model):
@@ -37,7 +38,8 @@ class BackgroundCheckpoints(Checkpoints):
 
     def write(self, content, paths):
         self.copies.fetch()
-        self._pending = self._writer.submit(self._write_all, snapshot(content, self.copies.owned()), paths)
+        content = snapshot(content, self.copies.owned())
+        self._pending, self._newest = self._writer.submit(self._write_all, content, paths), (paths, content)
 
     def _write_all(self, content, paths):
         try:
@@ -56,6 +58,21 @@ class BackgroundCheckpoints(Checkpoints):
     def written(self):
         self.wait()
         return super().written()
+
+    def strip(self, rebuild):
+        super().strip(rebuild)
+        self._newest = (), {}
+
+    def are_same(self):
+        return {self.last, self.best} <= {*self._newest[0]} or super().are_same()
+
+    def read(self, path):
+        """As the reader returns it, but not read if it is in memory: that takes longer than all else at the end."""
+        paths, content = self._newest
+        if path not in paths:
+            return super().read(path)
+        values = {key: content[key] for key in ("epoch", "best_fitness", "optimizer")}
+        return Checkpoint(path, ema=stored_model(content["ema"]), **values)
 
 
 class HostCopies:

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from utils.loggers.clock import TrainingClock, per_second
-from utils.loggers.tensorboard import NullLogger, open_tensorboard, tag_form
+from utils.loggers.tensorboard import NUM_MOSAICS, NullLogger, event_image, open_tensorboard, tag_form
 from utils.metrics.multi_head import HeadScore
 from utils.metrics.names import class_names
 from utils.plots.images import plot_images
-from utils.plots.run import in_background, in_process, plot_labels, plot_results
+from utils.plots.run import in_background, plot_labels, plot_results, wait_for_background
 from utils.system.distributed import Ranks
 from utils.system.files import atomic_write
 from utils.system.progress import progress
@@ -91,7 +91,7 @@ class RunReport:
         rows = np.concatenate([np.zeros((0, 5)), *labels])
         self.tensorboard.labels(rows[:, 0])
         if self.draws_images:
-            in_process(plot_labels, rows, self.names, self.save_dir)  # a second in which the first step is prepared
+            in_background(plot_labels, rows, self.names, self.save_dir)
 
     def also(self, source: Callable[[], dict[str, float]]) -> None:
         """`source()` gives further scalars {tag: value} for the event file after every epoch."""
@@ -130,9 +130,11 @@ class RunReport:
         self.losses(loss_items)
         number = self.batches_before + self.batches_done
         if self.draws_images and number < NUM_PREVIEWS:
-            # copies, because the buffers of a batch may be used again while the drawing thread works
+            # copies, because the buffers of a batch may be used again before they are sent
             copies = [_first(images, PREVIEW_IMAGES), _first(targets), list(paths)]
-            in_background(self._draw_batch, *copies, number)
+            file = self.save_dir / f"train_batch{number}.jpg"
+            preview = in_background(draw_preview, *copies, file, self.names, number < NUM_MOSAICS)
+            self.tensorboard.image(f"mosaics/batch{number}", preview)
         self.batches_done += 1
         self.clock.batch(len(images))
 
@@ -198,17 +200,19 @@ class RunReport:
 
     # ---- after the last epoch
 
-    def finish(self) -> None:
-        """Let results.png be drawn, for which `wait_for_background` waits, and close the event file."""
+    def last_plots(self) -> None:
+        """Let be drawn what shows the whole run; `finish` waits for it."""
         if self.draws_images:
-            in_process(plot_results, self.save_dir)  # after all images, which the event file shows, are written
+            course = in_background(plot_results, self.save_dir)
+            wait_for_background(but=[course])  # for what the last validation drew
+        self.tensorboard.predictions()
+
+    def finish(self) -> None:
+        """Return when all plots are written and the event file is closed."""
         self.tensorboard.finish(self.last_scores)
+        wait_for_background()
 
     # ---- details
-
-    def _draw_batch(self, images, targets, paths, number):
-        grid = plot_images(images, targets, paths, self.save_dir / f"train_batch{number}.jpg", self.names)
-        self.tensorboard.mosaic(grid, number)
 
     def _title(self):
         return f"train {self.epoch_number}/{self.num_epochs - 1}:"
@@ -278,6 +282,12 @@ def _is_below(num_epochs, text):
 def _reserved_memory():
     """Device memory that PyTorch holds, in GB; 0 without a CUDA device."""
     return torch.cuda.memory_reserved() / 1e9 if torch.cuda.is_available() else 0
+
+
+def draw_preview(images, targets, paths, file, names, is_shown):
+    """Draw a training batch as `plot_images` does; returns the image for the event file if it `is_shown` there."""
+    grid = plot_images(images, targets, paths, file, names)
+    return event_image(grid) if is_shown else None
 
 
 def _first(tensor, count=None):

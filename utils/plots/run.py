@@ -7,11 +7,13 @@ generator.
 import logging
 import os
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from functools import lru_cache
 from multiprocessing import get_all_start_methods, get_context
-from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,10 +22,12 @@ from utils.plots.fonts import drawable
 from utils.plots.images import class_name
 from utils.plots.style import FAINT, INK, PALETTE, class_colour, new_figure, save_figure, set_title, whole_numbers
 from utils.system.children import enter_child
+from utils.system.cores import usable_cores
 from utils.system.files import cause_of
 
 logger = logging.getLogger(__name__)
 
+MOST_PROCESSES = 4  # that draw
 MANY_CLASSES = 20  # above, curves of single classes are thin grey lines without a legend
 HIDDEN_CELL = 0.005  # shares below it leave a confusion cell empty
 
@@ -46,54 +50,85 @@ TEST_COLUMNS = slice(8, 15)  # precision, recall, mAP@.5, mAP@.5:.95, val box, o
 
 # ---- drawing in the background -------------------------------------------------------------------------------------
 
-_POOL = ThreadPoolExecutor(max_workers=1, thread_name_prefix="plots")
 _PENDING: list[Future] = []
-_PROCESSES: list[BaseProcess] = []
 
 
-def in_background(function: Callable, *args, **kwargs) -> None:
-    """Run `function(...)` in the one drawing thread; the interpreter waits for it at exit. Errors are logged."""
-    _PENDING[:] = [task for task in _PENDING if not task.done()]
-    _PENDING.append(_POOL.submit(_guarded, function, *args, **kwargs))
+def in_background(function: Callable, *args) -> Future:
+    """Let another process run `function(*args)`: figures take seconds of Python, which a thread takes from the run.
 
-
-def in_process(function: Callable, *args) -> None:
-    """As `in_background`, in a process of its own: figures take seconds of Python, which a thread takes from the run.
-
-    The drawing thread must be done with what it has: whatever lock it holds would stay locked in the new process.
+    Both must be such that pickle can send them; `drawn` tells what the function returned. Errors are logged. The
+    interpreter waits at exit for what is not drawn yet.
     """
-    while _PENDING:
-        _PENDING.pop().result()
-    if "fork" not in get_all_start_methods():
-        _guarded(function, *args)
-        return
-    parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
-    process = get_context("fork").Process(target=_draw, args=(parent, function, *args), name="figure")
-    process.start()
-    _PROCESSES.append(process)
-
-
-def wait_for_background() -> None:
-    """Return when every plot handed to `in_background` or `in_process` is written."""
-    while _PENDING:
-        _PENDING.pop().result()
-    while _PROCESSES:
-        _PROCESSES.pop().join()
-
-
-def _draw(parent, function, *args):
-    """The life of a process that draws."""
-    enter_child(parent)
-    _guarded(function, *args)
-
-
-def _guarded(function, *args, **kwargs):
+    for task in [task for task in _PENDING if task.done()]:
+        drawn(task)
     try:
-        function(*args, **kwargs)
-    except OSError as error:
+        task = _open_pool(os.getpid()).submit(function, *args)
+    except BrokenExecutor:  # a process of it was killed since the last plot
+        _open_pool.cache_clear()
+        task = _open_pool(os.getpid()).submit(function, *args)
+    _PENDING.append(task)
+    return task
+
+
+def wait_for_background(but: Collection[Future] = ()) -> None:
+    """Return when every plot handed to `in_background` is written; not waited for are those of `but`."""
+    for task in [task for task in _PENDING if task not in but]:
+        drawn(task)
+
+
+def drawn(task: Future) -> Any:
+    """What the function of `in_background` returned, waited for; None after an error, which is logged once."""
+    try:
+        return task.result()
+    except Exception as error:  # a plot that fails must not end a training run
+        if task in _PENDING:
+            _say_what_failed(error)
+        return None
+    finally:
+        if task in _PENDING:
+            _PENDING.remove(task)
+
+
+def _say_what_failed(error):
+    if isinstance(error, BrokenExecutor):
+        logger.warning("a plot is missing: a process that draws was killed, perhaps because memory ran out")
+    elif isinstance(error, OSError):
         logger.warning("a plot is missing: %s", cause_of(error, with_file=True))
-    except Exception:  # a plot that fails must not end a training run
-        logger.exception("%s failed; the run goes on without this plot", getattr(function, "__name__", function))
+    else:
+        logger.error("a plot failed; the run goes on without it", exc_info=error)
+
+
+def at_once(function: Callable, *args) -> Any:
+    """What else than `in_background` can run a function."""
+    return function(*args)
+
+
+@lru_cache(maxsize=1)
+def _open_pool(owner: int) -> Executor:
+    """The processes that draw for the process `owner`, ready with matplotlib; one thread where there is no fork.
+
+    They live as long as `owner`, so that nothing is forked or imported when a run ends, and are forked before any
+    plot is drawn: a lock of a drawing thread would stay locked in them.
+    """
+    if "fork" not in get_all_start_methods():
+        return ThreadPoolExecutor(1, thread_name_prefix="plots")
+    by_main_thread = threading.current_thread() is threading.main_thread()
+    number = min(max(usable_cores() // 4, 1), MOST_PROCESSES)
+    return ProcessPoolExecutor(number, get_context("fork"), _get_ready, (owner, by_main_thread))
+
+
+def _get_ready(owner, by_main_thread):
+    """A process that draws begins."""
+    enter_child(owner if by_main_thread else None)
+    if not by_main_thread:
+        threading.Thread(target=_end_after, args=(owner,), daemon=True).start()
+    new_figure()  # imports matplotlib
+
+
+def _end_after(owner):
+    while os.getppid() == owner:
+        time.sleep(1)
+    os._exit(1)
 
 
 def _class_label(names, index):
@@ -175,34 +210,37 @@ def _mark_best(ax, epochs, values, colour):
 # ---- the quality of a model ----------------------------------------------------------------------------------------
 
 
-def plot_curves(curves, save_dir, names=None):
+def plot_curves(curves, save_dir, names=None, call=at_once):
     """PR_curve.png, F1_curve.png, P_curve.png and R_curve.png of the curves that the metrics returned.
 
-    `curves` is the metrics.Curves of a test, `names` names its class ids. Returns the files, none without classes.
+    `curves` is the metrics.Curves of a test, `names` names its class ids. Returns what `call(function, *args)` returns
+    for each: as it is the files, with `in_background` tasks. No class, no file.
     """
-    class_ids = np.asarray(curves.classes)
-    if not len(class_ids):
+    if not len(curves.classes):
         logger.warning("there is no class with labels and so no curve to draw in %s", save_dir)
         return []
-    ap50 = np.asarray(curves.ap)[:, 0]
-    labels = [_class_label(names, class_id) for class_id in class_ids]
-    scored = [f"{label} {ap:.3f}" for label, ap in zip(labels, ap50, strict=True)]
-    mean_ap = f"all classes {np.nanmean(ap50):.3f} mAP@.5"
-    files = [
-        _draw_curve(curves.pr_recall, curves.pr_precision, class_ids, scored, mean_ap, ("recall", "precision"),
-                    Path(save_dir) / "PR_curve.png")
-    ]  # fmt: skip
-    for file, quantity, values in (
-        ("F1_curve.png", "F1", curves.f1),
-        ("P_curve.png", "precision", curves.precision),
-        ("R_curve.png", "recall", curves.recall),
-    ):
-        mean = np.nanmean(values, axis=0)
-        peak = int(np.nanargmax(mean)) if np.isfinite(mean).any() else 0
-        summary = f"all classes {mean[peak]:.2f} at {curves.confidence[peak]:.3f}"
-        files.append(_draw_curve(curves.confidence, values, class_ids, labels, summary, ("confidence", quantity),
-                                 Path(save_dir) / file))  # fmt: skip
+    files = [call(_plot_precision_recall, curves, names, Path(save_dir) / "PR_curve.png")]
+    for file, quantity in (("F1_curve.png", "F1"), ("P_curve.png", "precision"), ("R_curve.png", "recall")):
+        values = getattr(curves, quantity.lower())
+        files.append(call(_plot_by_confidence, curves, quantity, values, names, Path(save_dir) / file))
     return files
+
+
+def _plot_precision_recall(curves, names, path):
+    ap50 = np.asarray(curves.ap)[:, 0]
+    labels = [f"{_class_label(names, index)} {ap:.3f}" for index, ap in zip(curves.classes, ap50, strict=True)]
+    mean = f"all classes {np.nanmean(ap50):.3f} mAP@.5"
+    lines = curves.pr_recall, curves.pr_precision, np.asarray(curves.classes)
+    return _draw_curve(*lines, labels, mean, ("recall", "precision"), path)
+
+
+def _plot_by_confidence(curves, quantity, values, names, path):
+    mean = np.nanmean(values, axis=0)
+    peak = int(np.nanargmax(mean)) if np.isfinite(mean).any() else 0
+    summary = f"all classes {mean[peak]:.2f} at {curves.confidence[peak]:.3f}"
+    labels = [_class_label(names, class_id) for class_id in curves.classes]
+    lines = curves.confidence, values, np.asarray(curves.classes)
+    return _draw_curve(*lines, labels, summary, ("confidence", quantity), path)
 
 
 def _draw_curve(x, rows, class_ids, labels, summary, axis_labels, path):

@@ -4,6 +4,7 @@ Everything draws through matplotlib's object interface (Figure, never pyplot): n
 thread. matplotlib is imported when the first plot is drawn.
 """
 
+from io import BytesIO
 from pathlib import Path
 
 from utils.plots.fonts import use_fonts
@@ -41,8 +42,10 @@ def save_figure(figure, path):
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     use_fonts(figure)
+    content = BytesIO()  # drawing takes longest: a kill meanwhile leaves no temporary file
+    figure.savefig(content, format=path.suffix[1:], dpi=150, bbox_inches="tight", pad_inches=0.15)
     with atomic_write(path) as file:
-        figure.savefig(file, format=path.suffix[1:], dpi=150, bbox_inches="tight", pad_inches=0.15)
+        file.write(content.getvalue())
     return path
 
 
