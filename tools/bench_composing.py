@@ -37,10 +37,12 @@ from tools.experiments import command_line
 from tools.experiments.markdown import spread, table
 from utils.config.hyp import load_hyp
 from utils.data.fast.deferred import DeferredDataset, steps_bytes
+from utils.data.fast.shm_batches import choose_micro_batch
 from utils.data.gpu.compose import ComposedBatch, composes, open_composing
 from utils.data.gpu.host_memory import HostMemory
 from utils.data.gpu.recipes import RECIPE, RecipeDataset
 from utils.data.gpu.store import ImageStore
+from utils.data.gpu.targets import finished
 from utils.datasets import LoadImagesAndLabels
 from utils.plots.style import PALETTE, new_figure, save_figure, set_title, whole_numbers
 from utils.system.random_state import seed_generators
@@ -86,14 +88,19 @@ def sample_costs(dataset, options):
     """{form: CPU ms of a sample in each repeat}, measured in turns."""
     forms = sample_forms(dataset)
     costs = {name: [] for name in forms}
+    micro_batch = choose_micro_batch(options.batch, options.workers[0])
     for _ in range(options.repeats):
         for name, form in forms.items():
             began = time.thread_time()
-            for k in range(options.samples):
-                seed_generators(0, k)
-                if name != "reference":
-                    form.begin(form.steps_place)
-                form[k % len(form)]
+            for start in range(0, options.samples, micro_batch):
+                targets = []
+                for k in range(start, min(start + micro_batch, options.samples)):
+                    seed_generators(0, k)
+                    if name != "reference":
+                        form.begin(form.steps_place)
+                    targets.append(form[k % len(form)][1])
+                if name == "--cache-images gpu":
+                    finished(targets)
             costs[name].append(1e3 * (time.thread_time() - began) / options.samples)
     return costs
 
