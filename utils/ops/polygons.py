@@ -63,6 +63,11 @@ def ends_on_edges(num_vertices):
 
 
 @cache
+def edge_tables(most):
+    """The `edge_table` of polygons of 1, 2, ... `most` vertices, one after the other [6 x ...]."""
+    return np.concatenate([edge_table(num_vertices) for num_vertices in range(1, most + 1)], axis=1)
+
+
 def edge_table(num_vertices):
     """What is known of the edges of a polygon before its vertices are, float64 [6 x num_vertices].
 
@@ -79,18 +84,20 @@ def edge_table(num_vertices):
 def outline_boxes(polygons, move, width, height):
     """Boxes round the points of each outline that `move` takes into a `width` x `height` image [4 x n, xyxy].
 
-    `move(points, edges)` maps points, x and y as rows [2 x k], on `edges` of those numbers [k], and is affine for each
-    polygon. No polygon is empty or has more than MAX_VERTICES. An outline that is not seen has an infinite box.
+    `move(points, edges)` maps points, x and y as rows [2 x k], on edges of those numbers [k], None for all edges one
+    after the other, and is affine for each polygon. No polygon is empty or has more than MAX_VERTICES. An outline that
+    is not seen has an infinite box.
     """
     starts, corner = polygons.starts(), polygons.points.T.astype(np.float64, order="C")
     side = np.empty_like(corner)
     np.subtract(corner[:, 1:], corner[:, :-1], out=side[:, :-1])
     last = starts + polygons.counts - 1
-    side[:, last] = corner[:, starts] - corner[:, last]
+    side[:, last] = corner.take(starts, 1) - corner.take(last, 1)
 
-    edges = np.concatenate([edge_table(count) for count in polygons.counts.tolist()], axis=1)
-    every = np.arange(corner.shape[1])
-    first, second = (move(side * part + corner, every) for part in edges[:2])
+    tables = edge_tables(1 << int(polygons.counts.max() - 1).bit_length())
+    begins = polygons.counts * (polygons.counts - 1) // 2  # in the tables, behind those of fewer vertices
+    edges = (begins - starts).repeat(polygons.counts) + np.arange(corner.shape[1])
+    first, second = (move(side * part.take(edges) + corner, None) for part in tables[:2])
     low, high = np.minimum(first, second), np.maximum(first, second)
     limit = np.array([[width], [height]], np.float64)
     in_full = (low >= 0) & (high <= limit)
@@ -99,7 +106,8 @@ def outline_boxes(polygons, move, width, height):
         cut = np.flatnonzero(hidden & ((high >= 0) & (low <= limit)).all(0))
         low, high = np.where(hidden, np.inf, low), np.where(hidden, -np.inf, high)
         if len(cut):
-            low[:, cut], high[:, cut] = _extremes_of_cut(cut, edges[2:, cut], corner[:, cut], side[:, cut], move, limit)
+            rows = tables[2:].take(edges.take(cut), 1), corner.take(cut, 1), side.take(cut, 1)
+            low[:, cut], high[:, cut] = _extremes_of_cut(cut, *rows, move, limit)
     return np.concatenate((np.minimum.reduceat(low, starts, axis=1), np.maximum.reduceat(high, starts, axis=1)))
 
 

@@ -59,17 +59,17 @@ def warped_labels(layers):
     moved = np.concatenate((moved.min(0), moved.max(0)))
     np.minimum(np.maximum(moved, 0, out=moved), [[width], [height]] * 2, out=moved)
     near = (moved[2:] - moved[:2] > LEAST_SIDE).all(0)  # the others would be dropped in the end
-    labels, boxes, moved, layer = tiles.labels[near], boxes[:, near], moved[:, near], layer[near]
+    boxes, moved, layer = boxes.compress(near, 1), moved.compress(near, 1), layer.compress(near)
 
     polygons = tiles.segments(near)
     has_outline = polygons.counts > 0
     if has_outline.any():
-        found = outlines(polygons.chosen(has_outline), layer[has_outline], affines, scaling, shift)
-        moved[:, has_outline] = found
+        polygons = Polygons(polygons.points, polygons.counts[has_outline])
+        moved[:, has_outline] = outlines(polygons, layer[has_outline], affines, scaling, shift)
     gains = np.array([affine.scale for affine in affines], np.float32).take(layer)
     keep = box_candidates(boxes * gains, moved, area_thr=np.where(has_outline, 0.01, 0.10))
-    kept = labels[keep]
-    kept[:, 1:] = moved.T[keep]
+    kept = tiles.labels.compress(near, 0).compress(keep, 0)
+    kept[:, 1:] = moved.compress(keep, 1).T
     ends = layer[keep].searchsorted(range(len(layers) + 1)).tolist()
     return [kept[start:end] for start, end in zip(ends, ends[1:], strict=False)]
 
@@ -98,11 +98,11 @@ class ManyTiles:
     def segments(self, chosen):
         """The Polygons of the labels where `chosen` [n] is true, in pixels, clipped to their canvases."""
         points, counts = (np.concatenate(arrays) for arrays in zip(*self.polygons, strict=True))
-        points, counts = points.take(np.flatnonzero(chosen.repeat(counts)), 0), counts[chosen]
-        shift, size = (rows[:, chosen].repeat(counts, 1) for rows in (self.places[:2], self.places[2:]))
+        points, counts = points.compress(chosen.repeat(counts), 0), counts.compress(chosen)
+        shift, size = self.places.compress(chosen, 1).repeat(counts, 1).reshape(2, 2, -1)
         points = points.T * size
         points += shift
-        points = points - self.windows[:, chosen].repeat(counts, 1)  # in float64 from here on
+        points = points - self.windows.compress(chosen, 1).repeat(counts, 1)  # in float64 from here on
         return Polygons(np.minimum(np.maximum(points, 0, out=points), self.side, out=points).T, counts)
 
 
@@ -111,22 +111,21 @@ def outlines(polygons, layer, affines, scaling, shift):
 
     `scaling` and `shift` [2 x layers] are those of the affines. Zeros for an outline that is not seen.
     """
-    layers = layer.repeat(polygons.counts)
+    counts = polygons.counts
+    if counts.max() > MAX_VERTICES:  # these one by one; there are few
+        boxes, short = np.empty((4, len(counts))), counts <= MAX_VERTICES
+        if short.any():
+            boxes[:, short] = outlines(polygons.chosen(short), layer[short], affines, scaling, shift)
+        for k in np.flatnonzero(~short).tolist():
+            boxes[:, k] = affines[layer[k]].polygon_boxes([polygons[k]])
+        return boxes
+    gain, step = (rows.take(layer, 1).repeat(counts, 1) for rows in (scaling, shift))
 
     def move(xy, edges):
-        layer = layers.take(edges)
-        xy = xy * scaling.take(layer, 1)
-        xy += shift.take(layer, 1)
+        xy = xy * (gain if edges is None else gain.take(edges, 1))
+        xy += step if edges is None else step.take(edges, 1)
         return xy
 
-    long = polygons.counts > MAX_VERTICES
-    if long.any():
-        boxes = np.empty((4, len(layer)))
-        for k in np.flatnonzero(long).tolist():
-            boxes[:, k] = affines[layer[k]].polygon_boxes([polygons[k]])
-        if not long.all():
-            boxes[:, ~long] = outlines(polygons.chosen(~long), layer[~long], affines, scaling, shift)
-        return boxes
     boxes = outline_boxes(polygons, move, affines[0].width, affines[0].height)
     boxes[:, ~(boxes[2] > 0)] = 0  # stock behaviour: an outline that shows only at x = 0 does not count
     return boxes
