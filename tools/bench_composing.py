@@ -7,7 +7,8 @@ The data set is that of bench_samples.py, or `--data`, with its images in RAM. T
 results.png:
 
     sample   CPU ms of a sample in one process, all forms with equal draws: pixels at once, last steps left to the GPU
-             (--fast-step), drawn only (--cache-images gpu, with the images on the card)
+             (--fast-step), drawn only (--cache-images gpu, with the images on the card; the labels of a micro-batch at
+             once, which is as large as with the first of `--workers`)
     loader   images/s of loaders that nothing else waits for, each run a process of its own; and the share of a core
              that the main process uses
     kernel   ms of the GPU for a batch, images on the card and in page-locked memory of the host; and the share of it
