@@ -7,7 +7,8 @@ The data set is that of bench_samples.py, or `--data`, with its images in RAM. T
 results.png:
 
     sample   CPU ms of a sample in one process, all forms with equal draws: pixels at once, last steps left to the GPU
-             (--fast-step), drawn only (--cache-images gpu, with the images on the card)
+             (--fast-step), drawn only (--cache-images gpu, with the images on the card; the labels of a micro-batch at
+             once, which is as large as with the first of `--workers`)
     loader   images/s of loaders that nothing else waits for, each run a process of its own; and the share of a core
              that the main process uses
     kernel   ms of the GPU for a batch, images on the card and in page-locked memory of the host; and the share of it
@@ -37,10 +38,12 @@ from tools.experiments import command_line
 from tools.experiments.markdown import spread, table
 from utils.config.hyp import load_hyp
 from utils.data.fast.deferred import DeferredDataset, steps_bytes
+from utils.data.fast.shm_batches import choose_micro_batch
 from utils.data.gpu.compose import ComposedBatch, composes, open_composing
 from utils.data.gpu.host_memory import HostMemory
 from utils.data.gpu.recipes import RECIPE, RecipeDataset
 from utils.data.gpu.store import ImageStore
+from utils.data.gpu.targets import finished
 from utils.datasets import LoadImagesAndLabels
 from utils.plots.style import PALETTE, new_figure, save_figure, set_title, whole_numbers
 from utils.system.random_state import seed_generators
@@ -86,14 +89,19 @@ def sample_costs(dataset, options):
     """{form: CPU ms of a sample in each repeat}, measured in turns."""
     forms = sample_forms(dataset)
     costs = {name: [] for name in forms}
+    micro_batch = choose_micro_batch(options.batch, options.workers[0])
     for _ in range(options.repeats):
         for name, form in forms.items():
             began = time.thread_time()
-            for k in range(options.samples):
-                seed_generators(0, k)
-                if name != "reference":
-                    form.begin(form.steps_place)
-                form[k % len(form)]
+            for start in range(0, options.samples, micro_batch):
+                targets = []
+                for k in range(start, min(start + micro_batch, options.samples)):
+                    seed_generators(0, k)
+                    if name != "reference":
+                        form.begin(form.steps_place)
+                    targets.append(form[k % len(form)][1])
+                if name == "--cache-images gpu":
+                    finished(targets)
             costs[name].append(1e3 * (time.thread_time() - began) / options.samples)
     return costs
 

@@ -93,8 +93,8 @@ class Affine:
         left, top, right, bottom = boxes_xyxy.T
         return (left <= x2) & (top <= y2) & (right >= x1) & (bottom >= y1)
 
-    def rows(self, xy):
-        """`points` with x and y as rows [2 x k]."""
+    def rows(self, xy, edges=None):
+        """`points` with x and y as rows [2 x k], on whichever `edges`."""
         if self.is_axis_aligned:
             scaling, shift = self._scaling_and_shift
             return xy * scaling[:, None] + shift[:, None]

@@ -64,7 +64,7 @@ class Mosaic:
 
         Only those of the labels where `chosen` [n] is true, or of all.
         """
-        parts = [self._polygons(tile) for tile in self.tiles]
+        parts = [self.polygons(tile) for tile in self.tiles]
         points, counts = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         places = self.places
         if chosen is not None:
@@ -77,7 +77,7 @@ class Mosaic:
         np.minimum(np.maximum(points, 0, out=points), self.side, out=points)
         return Polygons(points, counts)
 
-    def _polygons(self, tile):
+    def polygons(self, tile):
         """The polygons of an image as they are in its label file: (points [k x 2], counts [n])."""
         polygons = self.dataset.segments[tile.image]
         if len(polygons):

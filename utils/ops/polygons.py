@@ -63,6 +63,11 @@ def ends_on_edges(num_vertices):
 
 
 @cache
+def edge_tables(most):
+    """The `edge_table` of polygons of 1, 2, ... `most` vertices, one after the other [6 x ...]."""
+    return np.concatenate([edge_table(num_vertices) for num_vertices in range(1, most + 1)], axis=1)
+
+
 def edge_table(num_vertices):
     """What is known of the edges of a polygon before its vertices are, float64 [6 x num_vertices].
 
@@ -79,41 +84,45 @@ def edge_table(num_vertices):
 def outline_boxes(polygons, move, width, height):
     """Boxes round the points of each outline that `move` takes into a `width` x `height` image [4 x n, xyxy].
 
-    `move` maps points, x and y as rows [2 x k], and is affine. No polygon is empty or has more than MAX_VERTICES. An
-    outline that is not seen has an infinite box.
+    `move(points, edges)` maps points, x and y as rows [2 x k], on edges of those numbers [k], None for all edges one
+    after the other, and is affine for each polygon. No polygon is empty or has more than MAX_VERTICES. An outline that
+    is not seen has an infinite box.
     """
     starts, corner = polygons.starts(), polygons.points.T.astype(np.float64, order="C")
     side = np.empty_like(corner)
     np.subtract(corner[:, 1:], corner[:, :-1], out=side[:, :-1])
     last = starts + polygons.counts - 1
-    side[:, last] = corner[:, starts] - corner[:, last]
+    side[:, last] = corner.take(starts, 1) - corner.take(last, 1)
 
-    edges = np.concatenate([edge_table(count) for count in polygons.counts.tolist()], axis=1)
-    first, second = (move(side * part + corner) for part in edges[:2])
+    tables = edge_tables(1 << int(polygons.counts.max() - 1).bit_length())
+    begins = polygons.counts * (polygons.counts - 1) // 2  # in the tables, behind those of fewer vertices
+    edges = (begins - starts).repeat(polygons.counts) + np.arange(corner.shape[1])
+    first, second = (move(side * part.take(edges) + corner, None) for part in tables[:2])
     low, high = np.minimum(first, second), np.maximum(first, second)
     limit = np.array([[width], [height]], np.float64)
     in_full = (low >= 0) & (high <= limit)
     if not in_full.all():
         hidden = ~(in_full[0] & in_full[1])
         cut = np.flatnonzero(hidden & ((high >= 0) & (low <= limit)).all(0))
-        np.copyto(low, np.inf, where=hidden)
-        np.copyto(high, -np.inf, where=hidden)
+        low, high = np.where(hidden, np.inf, low), np.where(hidden, -np.inf, high)
         if len(cut):
-            low[:, cut], high[:, cut] = _extremes_of_cut(edges[2:, cut], corner[:, cut], side[:, cut], move, limit)
+            rows = tables[2:].take(edges.take(cut), 1), corner.take(cut, 1), side.take(cut, 1)
+            low[:, cut], high[:, cut] = _extremes_of_cut(cut, *rows, move, limit)
     return np.concatenate((np.minimum.reduceat(low, starts, axis=1), np.maximum.reduceat(high, starts, axis=1)))
 
 
-def _extremes_of_cut(edges, corner, side, move, limit):
+def _extremes_of_cut(cut, edges, corner, side, move, limit):
     """Lowest and highest [2 x e each] of the points inside on edges that the border of the image cuts.
 
-    `edges` [4 x e] are rows of their `edge_table`; all points of each edge are looked at, one edge after the other.
+    `cut` [e] are the numbers of the edges, `edges` [4 x e] rows of their `edge_table`; all points of each edge are
+    looked at, one edge after the other.
     """
     first, last, distance, place = edges
     num_points = (last - first + 1).astype(np.int64)
     begins = num_points.cumsum() - num_points
     rows = np.concatenate(([first - begins, distance, place], corner, side)).repeat(num_points, axis=1)
     number = np.arange(rows.shape[1]) + rows[0]
-    points = move(rows[5:] * (number * rows[1] - rows[2]) + rows[3:5])
+    points = move(rows[5:] * (number * rows[1] - rows[2]) + rows[3:5], cut.repeat(num_points))
     inside = ((points >= 0) & (points <= limit)).all(0)
     return (
         np.minimum.reduceat(np.where(inside, points, np.inf), begins, axis=1),

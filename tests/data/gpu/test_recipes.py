@@ -1,6 +1,7 @@
 """utils/data/gpu/recipes.py: samples that are only drawn are the reference's, and their recipes say what they are."""
 
 import inspect
+import random
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from tests.data.gpu.configurations import CONFIGURATIONS, dataset_of
 from utils.data.affine import Affine
 from utils.data.gpu.recipes import HEADER, LAYER, OBJECT, RECIPE, TILE, DrawnImage, RecipeDataset
+from utils.data.gpu.targets import finished
 from utils.data.mosaic import Mosaic, Tile
 from utils.data.transforms import Colours
 from utils.datasets import LoadImagesAndLabels
@@ -27,13 +29,19 @@ def test_the_same_samples(name, folder):
     changes, options = CONFIGURATIONS[name]
     dataset = dataset_of(folder, changes, **options)
     recipes = MadeOnTheHost(dataset)
+    wanted, late = [], []
     for index in range(len(dataset)):
         samples = []
         for form in (dataset, recipes):
             seed_generators(5, index)
-            samples.append((*form[index], np.random.random(), torch.rand(1).shape))
-        (image, rows, *rest), (other, more_rows, *more) = samples
-        assert image.equal(other) and rows.equal(more_rows) and rest == more
+            samples.append((*form[index], random.random(), np.random.random()))
+        (image, rows, *rest), (other, waiting, *more) = samples
+        assert image.numpy().tobytes() == other.tobytes() and rest == more
+        assert finished([waiting]).tobytes() == rows.numpy().tobytes()
+        rows[:, 0] = index
+        wanted.append(rows)
+        late.append(waiting)
+    assert finished(late).tobytes() == torch.cat(wanted).numpy().tobytes(), "all at once"
 
 
 def test_a_recipe_by_hand(folder):

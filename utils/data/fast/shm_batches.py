@@ -38,12 +38,15 @@ class LateSteps(NamedTuple):
 
     `dataset(data set)` is the form of a data set whose samples write them where its `begin` says, and
     `batch(pixels, steps)` what the loader yields as images. `room` is what a sample needs in a batch, in images.
+    `finish(targets, number)`, where there is one, makes the targets [n x 6] of what the samples of a task have instead;
+    `number` is that of the first one in its batch.
     """
 
     num_bytes: int
     dataset: Callable
     batch: Callable
     room: int = 1
+    finish: Callable | None = None
 
 
 class BatchRing:
@@ -167,13 +170,13 @@ class BatchWriter:
             if self.collate_group:
                 images, rows, _, _ = self.source.collate_group(self.collate_group, keys[first], samples)
                 image = images[0]
-            rows[:, 0] = number
             if not self.is_placed:  # a group, or of a data set with memory of its own
                 self.ring.place(slot, number, image.shape)[:] = image
-            targets.append(rows.numpy())
+            targets.append(rows)
             paths += [path for _, _, path, _ in samples]
             shapes += [shape for _, _, _, shape in samples]
-        return np.concatenate(targets), tuple(image.shape), paths, shapes
+        finish = (self.late and self.late.finish) or _numbered
+        return finish(targets, start // self.group_size), tuple(image.shape), paths, shapes
 
     def describe(self, slot, position):
         """The file of a sample, for messages."""
@@ -305,6 +308,13 @@ class SharedMemoryLoader:
         if self.late:
             images = self.late.batch(images, torch.from_numpy(self.ring.steps(slot)[:num_images]))
         return images, torch.from_numpy(np.concatenate(targets)), paths, shapes
+
+
+def _numbered(targets, first):
+    """Concatenated targets, an array, with their image's position in the batch in column 0."""
+    for number, rows in enumerate(targets, first):
+        rows[:, 0] = number
+    return torch.cat(targets).numpy()
 
 
 def ring_length(workers, prefetch, micro_batch, batch_size):

@@ -19,6 +19,7 @@ from utils.data.fast.device_augment import agrees_with_table, conversion_tables
 from utils.data.fast.shm_batches import LateSteps
 from utils.data.gpu.recipes import OBJECT, RECIPE, START, USED, DrawnImage, RecipeDataset
 from utils.data.gpu.store import ImageStore
+from utils.data.gpu.targets import finished
 from utils.data.mosaic import draw_mosaic4, draw_mosaic9
 from utils.data.transforms import Colours
 from utils.system.random_state import generators_kept, seed_generators
@@ -91,7 +92,9 @@ def open_composing(dataset: LoadImagesAndLabels, with_groups: bool) -> LateSteps
     store = dataset.image_store
     if store is None or why_not_composed(dataset, with_groups) or not composes(dataset):
         return None
-    return LateSteps(RECIPE, RecipeDataset, lambda pixels, recipes: ComposedBatch(pixels, recipes, store))
+    return LateSteps(
+        RECIPE, RecipeDataset, lambda pixels, recipes: ComposedBatch(pixels, recipes, store), finish=finished
+    )  # fmt: skip
 
 
 def composes(dataset: LoadImagesAndLabels) -> bool:

@@ -1,4 +1,4 @@
-"""Samples that are only drawn: a worker writes labels, and a recipe of the image instead of the image itself.
+"""Samples that are only drawn: a worker writes a recipe of the image instead of the image, and its targets later.
 
 A recipe is RECIPE bytes: HEADER, then two layers, of which a mixup needs both. A layer is LAYER, the way back from a
 pixel of the image to a canvas, and then what lies on the canvas, TILES_MOST times TILE. The kernel
@@ -18,17 +18,20 @@ step is asked for that no kernel makes with the same bytes (perspective, copy-pa
     OBJECT  int32 x, y, width, height
 """
 
+import random
 import struct
 
 import cv2
 import numpy as np
 
+from utils.data.affine import draw_affine
 from utils.data.dataset import LoadImagesAndLabels
-from utils.data.mosaic import Mosaic, Tile
-from utils.data.paste import paste_visible
+from utils.data.gpu.targets import LateTargets, warped_labels
+from utils.data.mosaic import Mosaic, Tile, draw_mosaic4, draw_mosaic9, load_mosaic9
+from utils.data.paste import paste_visible, pastein
 from utils.data.pixel_ops import blended
 from utils.data.training_size import resized_shape
-from utils.data.transforms import letterbox_layout
+from utils.data.transforms import draw_colours, letterbox_layout, mixup
 
 HEADER, LAYER, TILE, OBJECT = (struct.Struct(form) for form in ("<6iq4d", "<6d2i", "<q6i", "<4i"))
 TILES_MOST, ALIGNMENT = 9, 16
@@ -36,18 +39,60 @@ LAYER_BYTES = LAYER.size + TILES_MOST * TILE.size
 RECIPE = HEADER.size + 2 * LAYER_BYTES
 USED, START = 5 * 4, 6 * 4  # bytes of the header in front of these two
 UNMOVED = 1.0, 0.0, 0.0, 0.0, 1.0, 0.0
+KEPT = 2**24  # bytes
+NO_LABELS = np.zeros((0, 5), np.float32)
 
 
 class RecipeDataset(LoadImagesAndLabels):
-    """`dataset`, whose `image_store` a kernel reads; `begin` tells where the recipe of the next sample goes."""
+    """`dataset`, whose `image_store` a kernel reads; `begin` tells where the recipe of the next sample goes.
+
+    A sample has LateTargets in the place of its targets. Their labels are those of a whole micro-batch at once, unless
+    they are needed before: draws of paste-in depend on them, and what turns or slants is left to the reference.
+    """
 
     def __init__(self, dataset):
         vars(self).update(vars(dataset))  # the same lists and images; nothing is read again
         self.offsets, self.recipe = dataset.image_store.offsets, None
+        np.empty(KEPT, np.uint8)  # once this is freed, malloc keeps as much, instead of new pages for each large array
+        self.labels_wait = not any(self.hyp.get(key) for key in ("degrees", "shear", "perspective", "copy_paste"))
 
     def begin(self, recipe):
         """The next sample writes `recipe` [RECIPE bytes]."""
         self.recipe = recipe
+
+    def __getitem__(self, index):
+        """The place of the pixels [h x w x 3], LateTargets, path and shapes; the reference's draws in their order."""
+        index = self.indices[index]
+        shapes, flips = None, [False, False]
+        if self.mosaic and random.random() < self.hyp["mosaic"]:
+            img, labels = (self._drawn_mosaics if self.labels_wait else self._mosaic_sample)(index)
+        else:
+            img, labels, shapes = self._plain_sample(index)
+        if self.augment:
+            colours = draw_colours(self.hyp["hsv_h"], self.hyp["hsv_s"], self.hyp["hsv_v"])
+            is_pasting = random.random() < self.hyp["paste_in"]
+            img = self.recolour(img, colours, now=is_pasting)
+            if is_pasting:
+                labels = np.concatenate(warped_labels(img.layers)) if labels is None else labels
+                labels = pastein(img, labels, self.samples_to_paste(), self.paste)
+            for axis, key in enumerate(("flipud", "fliplr")):
+                if random.random() < self.hyp[key]:
+                    img, flips[axis] = self.flip(img, axis), True
+        late = LateTargets(labels, img.layers if labels is None else [], img.shape[:2], flips)
+        return self.pixels(img), late, self.img_files[index], shapes
+
+    def _drawn_mosaics(self, index):
+        """As `_mosaic_sample`, with None for the labels."""
+        img = self._drawn_mosaic(self._draw_layout(), index)
+        if random.random() < self.hyp["mixup"]:
+            other = self._drawn_mosaic(self._draw_layout(), random.randint(0, self.n - 1))
+            img, _ = mixup(img, NO_LABELS, other, NO_LABELS, self.blended)
+        return img, None
+
+    def _drawn_mosaic(self, layout, index):
+        canvas = (draw_mosaic9 if layout is load_mosaic9 else draw_mosaic4)(self, index)
+        ranges = self.affine_ranges
+        return DrawnImage(canvas, draw_affine(canvas.side, canvas.side, **ranges, border=self.mosaic_border))
 
     def letterboxed(self, index, shape):
         """As the reference, the image a DrawnImage unless the letterbox resizes it."""
