@@ -148,6 +148,7 @@ def test_on_a_cpu_it_is_ram_and_said(tmp_path, caplog):
 )
 def test_what_ends_a_run_while_it_reads_is_a_sentence(error, status, words, card, tmp_path, monkeypatch, capsys):
     card(0)
+    drawing = multiprocessing.active_children()  # of runs before, which this process may have made
 
     def fail(*_):
         raise error
@@ -157,7 +158,7 @@ def test_what_ends_a_run_while_it_reads_is_a_sentence(error, status, words, card
     assert small_run.program("train", line) == status
     assert words in capsys.readouterr().err and not (tmp_path / "runs").exists()
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("ThreadPool")]
-    assert not threads and not multiprocessing.active_children()
+    assert not threads and set(multiprocessing.active_children()) <= set(drawing)
 
 
 def test_a_card_that_is_full_in_training_names_the_images(card, tmp_path, monkeypatch, capsys):

@@ -131,7 +131,7 @@ def table(opt: Namespace, device: torch.device) -> tuple[FastPath, ...]:
                  lambda _: load("utils.fast.start:prepare")(why_not_ahead(opt, compiling) is None, device)),
         FastPath("evaluate", "on the device, in batches (fast/validation.py)", validation, None,
                  lambda _: load("utils.fast.validation:FastValidation")()),
-        FastPath("evaluate", "by the fused kernels (models/fused)", validation if step and on_gpu else None,
+        FastPath("evaluate", "large batches by the fused kernels (models/fused)", validation if step and on_gpu else None,
                  why_not_fused(opt, device, compiling),
                  lambda evaluate: evaluate.fused_by(load("models.fused.network:quietly_fused"))),
         FastPath("drawn", "without cuDNN's search", validation if on_gpu else None, None,
