@@ -390,7 +390,7 @@ def why_not_on(device):
     try:
         maps = torch.zeros((1, 64, 1, 2), dtype=torch.float16, device=device)  # a form that most models need anyway
         place = torch.empty_like(maps, memory_format=torch.channels_last)
-        norm_activation(maps, torch.nn.BatchNorm2d(64, device=device), SILU, 0.0, [place])
+        apply(maps, torch.zeros((4, 64), device=device), SILU, 0.0, [place])  # one kernel: it takes time to compile
     except Exception as error:  # compilers fail in any way; the model itself needs none
         return f"Triton does not work here ({' '.join(str(error).split())[:200]})"
     return None
