@@ -31,8 +31,8 @@ from utils.system.memory import SHARED_MEMORY, available_memory, describe_bytes 
 OK, SLOW, WRONG = "ok", "slow", "WRONG"
 GB = 10**9
 SAMPLE_MS = {320: 1.6, 640: 6.2}  # CPU time of a training image by its side, the GPU finishing it (--fast)
-# The same where it only draws (--cache-images gpu): by the ratio that tools/bench_composing.py found on another machine
-DRAWN_MS = {320: 0.9, 640: 1.5}
+# The same where it only draws (--cache-images gpu), by tools/bench_composing.py; 640 by the ratio on another machine
+DRAWN_MS = {320: 0.4, 640: 0.8}
 COCO_IMAGES = 118_287
 CACHE_BYTES = {320: 27 * GB, 640: 108 * GB}  # of COCO in memory, or on the card (--cache-images)
 DISK_BYTES = 60 * GB  # COCO, coco320 and the caches
