@@ -113,6 +113,7 @@ def test_named_files_exist(page):
         "report.md",
         "runs/",
         "coco320/",
+        "birds/",
         "tools/NAME.py",
     )
     lost = [word for word in words if not any(path.endswith(f"/{word}") for path in files())]
