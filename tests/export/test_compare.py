@@ -17,7 +17,7 @@ from utils.export.compare import (
     drawn_image,
     images_to_compare,
 )
-from utils.export.outputs import Decoded, RawMaps, TensorRTDetections
+from utils.export.outputs import Decoded, OnnxDetections, RawMaps, TensorRTDetections
 from utils.export.writers import write_onnx, write_torchscript
 
 IMAGES = torch.zeros(1, 3, 64, 64)
@@ -47,6 +47,14 @@ def test_an_onnx_file_of_another_model(tmp_path):
         check_onnx(path, Decoded(model(1)), [drawn_image()], SHAPES)
     with pytest.raises(ValueError, match=r"output 0 has the shape \[1, 168, 7\], not \[1, 2, 8, 8, 7\]"):
         check_onnx(path, RawMaps(model(0)), [drawn_image()], SHAPES)
+
+
+def test_no_detection_is_no_proof(tmp_path, caplog):
+    pytest.importorskip("onnxruntime", reason="needs requirements-export.txt")
+    path, outputs = tmp_path / "a.onnx", OnnxDetections(model(0), (10, 0.5, 0.9999), 4096)
+    write_onnx(outputs, IMAGES, path, {}, opset=12)
+    check_onnx(path, outputs, [drawn_image()], SHAPES)
+    assert "neither finds anything in these images, so no box was compared" in caplog.text
 
 
 def test_a_tensorrt_node_with_other_thresholds(tmp_path):

@@ -103,6 +103,9 @@ def _check(runtime, module, run, reference, images, shapes, compare):
             raise ValueError(f"{place} differs from PyTorch in {' and '.join(wrong)}: {in_words(worst)}{hint}")
         said = f"{place}, largest differences: {in_words(worst)}"
         logger.info("%s", folded(f"  {said}", 79))
+        if worst.get(LOST) == [0, 0]:
+            logger.warning("%s: neither finds anything in these images, so no box was compared; --source: others, "
+                           "--conf-thres: a lower limit", place)  # fmt: skip
 
 
 @torch.no_grad()
