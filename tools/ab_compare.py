@@ -1,7 +1,7 @@
 """Two settings of the same training side by side: how fast, how busy, how good.
 
-    python tools/ab_compare.py --args "--data data/coco320.yaml --cfg cfg/training/yolov7-tiny.yaml --img 320" \\
-        --a "" --b "--fast" --repeats 3
+    python tools/ab_compare.py --a "" --b "--fast" --repeats 3 \\
+        --args "--data data/coco320.yaml --cfg cfg/training/yolov7-tiny.yaml --img 320"
 
 Runs alternate (A B, B A, A B, ...). Both runs of a pair have the same --seed, so they see the same batches; each pair
 has another one, which shows how far mAP differs by chance. Variables may stand in front of the flags:
@@ -34,6 +34,7 @@ from utils.config.flags import TRAIN_FLAGS
 from utils.config.limits import SEED, above, at_least
 from utils.config.options import check_train_options, train_parser
 from utils.plots.style import PALETTE, new_figure, save_figure, set_title, whole_numbers
+from utils.run import entry
 from utils.system.files import atomic_write
 
 logger = logging.getLogger("ab_compare")
@@ -310,7 +311,7 @@ def write(out, runs, a, b, base, more=None):
 
 
 def parse(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=entry.Help)
     add = parser.add_argument
     add("--args", required=True, help="command line of train.py that both sides share")
     add("--a", default="", help="flags (and variables) of side A")

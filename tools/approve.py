@@ -1,7 +1,7 @@
 """The staged approval: six stages, each a set of checks that write a report for a person to judge.
 
     python tools/approve.py status
-    python tools/approve.py run 1 [--data data/coco320.yaml --img 320 --batch-size 64 --workers 8 --subset 512]
+    python tools/approve.py run 1 [--data data/coco320.yaml --img 320 --batch-size 64 --subset 512]
     python tools/approve.py approve 1 --by NAME [--note "why"]
 
 A stage does not run before the one in front of it is approved. Without --data the stages train on a small embedded set,
@@ -26,6 +26,7 @@ from tools.experiments.devices import read_devices
 from utils.config.flags import TRAIN_FLAGS
 from utils.config.limits import at_least
 from utils.config.options import check_values
+from utils.run import entry
 from utils.system.distributed import check_device
 from utils.system.files import PROJECT_ROOT, check_file
 
@@ -57,8 +58,7 @@ def parse(arguments=None):
     places = argparse.ArgumentParser(add_help=False)  # accepted before and after the command
     places.add_argument("--approvals", default=argparse.SUPPRESS, help="file of the approvals")
     places.add_argument("--out", default=argparse.SUPPRESS, help="folder of reports and runs")
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout, parents=[places])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=entry.Help, parents=[places])
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("status", help="where every stage stands", parents=[places])
     add = commands.add_parser("run", help="make the checks of a stage", parents=[places]).add_argument

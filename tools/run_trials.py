@@ -1,7 +1,8 @@
 """The same training with other settings, one after another or one on each device, each a real run in its own process.
 
-    python tools/run_trials.py --base-args "--data data/coco320.yaml --cfg cfg/training/yolov7-tiny.yaml --img 320" \
-        --trials-file trials.json --output-dir runs/trials --budget-epochs 5 --early-stop-threshold 0.1
+    python tools/run_trials.py --trials-file trials.json --output-dir runs/trials \\
+        --budget-epochs 5 --early-stop-threshold 0.1 \\
+        --base-args "--data data/coco320.yaml --cfg cfg/training/yolov7-tiny.yaml --img 320"
 
 trials.json is a list of overrides: [{"hyp.lr0": 0.005}, {"batch_size": 32, "adam": true}]. Instead of it, Optuna draws
 them from a space: --sampler tpe --num-trials 20 --space space.yaml, with lines such as
@@ -40,13 +41,14 @@ from tools.experiments.trials import Elimination, TrialTable, curve_of
 from utils.config.flags import TRAIN_FLAGS
 from utils.config.limits import Range, above, at_least
 from utils.config.options import check_model
+from utils.run import entry
 from utils.system.files import check_can_be_made
 
 logger = logging.getLogger("run_trials")
 
 
 def parse(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=entry.Help)
     add = parser.add_argument
     add("--base-args", required=True, help="command line of train.py that all trials share")
     add("--trials-file", help="JSON list of overrides")

@@ -24,6 +24,7 @@ from tools.experiments import command_line, runner
 from tools.experiments.runner import LOSS, MAP50
 from utils.config.limits import SIDE
 from utils.engine.checkpoint_reader import read_checkpoint
+from utils.run import entry
 from utils.system.files import PROJECT_ROOT
 from utils.system.folder_lock import NAME as LOCK
 
@@ -118,7 +119,7 @@ def clear(out):
 
 def main():
     """Make every step; status 1 when one failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=entry.Help)
     parser.add_argument("--device", default="0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--size", type=int, default=96, help="pixels")
     parser.add_argument("--out", default="runs/smoke", help="folder for everything; what was in it goes")
