@@ -9,9 +9,9 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from models.yolo import Model
 from utils.config import resize_schedule
 from utils.config.hyp import scale_hyp
 from utils.data.labels.image_list import expand_paths
@@ -124,7 +124,7 @@ def largest_side(opt):
     return -(-int(side * (1.5 if opt.multi_scale else 1)) // STRIDE) * STRIDE
 
 
-def settle(run: Run, build_model: Callable[[], Model]) -> None:
+def settle(run: Run, build_model: Callable[[], nn.Module]) -> None:
     """Replace batch_size -1 of the options by what fits; the same for all processes, the least of what each measures.
 
     Never more than there are training images. `build_model()` returns the model on the device. Raises ValueError
@@ -154,7 +154,7 @@ def settle(run: Run, build_model: Callable[[], Model]) -> None:
     logger.info("--batch-size -1: %d images a step (%d for each process)", opt.total_batch_size, opt.batch_size)
 
 
-def step_cost(run: Run, build_model: Callable[[], Model]) -> tuple[float, float]:
+def step_cost(run: Run, build_model: Callable[[], nn.Module]) -> tuple[float, float]:
     """(bytes of GPU memory, seconds an image) that steps of this run take, on its largest images.
 
     Measured, with a model of their own beside what is there already; infinite if they do not fit.
