@@ -48,8 +48,8 @@ def test_nothing_is_made_without_a_gpu(caplog):
     caplog.set_level("INFO")
     caplog.clear()
     device = torch.device("cpu")
-    start.prepare(True, device)(steps, (2, 3, 8, 8))
-    start.prepare(False, device)(SimpleNamespace(), (2, 3, 8, 8))
+    start.prepare(True, False, device)(steps, (2, 3, 8, 8))
+    start.prepare(False, False, device)(SimpleNamespace(), (2, 3, 8, 8))
     assert not caplog.text
 
 
@@ -58,9 +58,21 @@ def test_libraries_are_loaded_before_a_process_is_forked(monkeypatch, caplog):
     hooks, started = [], []
     monkeypatch.setattr(start.os, "register_at_fork", lambda before: hooks.append(before))
     monkeypatch.setattr(start, "load_libraries", lambda device: (time.sleep(0.2), started.append(device)))
-    start.prepare(True, torch.device("cuda", 0))
+    monkeypatch.setattr(start.torch, "set_num_threads", lambda number: started.append(number))
+    start.prepare(True, True, torch.device("cuda", 0))
     hooks[0]()
-    assert started == [torch.device("cuda", 0)]
+    assert started == [1, torch.device("cuda", 0)]
+
+
+@pytest.mark.parametrize("searches", [True, False])
+def test_the_search_of_cudnn_is_left_out_under_the_fused_kernels(monkeypatch, searches):
+    monkeypatch.setattr(start.os, "register_at_fork", lambda before: None)
+    monkeypatch.setattr(start, "load_libraries", lambda device: None)
+    monkeypatch.setattr(start.torch, "set_num_threads", lambda number: None)
+    for before in (True, False):
+        monkeypatch.setattr(torch.backends.cudnn, "benchmark", before)
+        start.prepare(True, searches, torch.device("cuda", 0))
+        assert torch.backends.cudnn.benchmark == (before and searches)
 
 
 def test_a_tiny_network_loads_what_layers_need(monkeypatch, caplog):

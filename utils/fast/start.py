@@ -2,8 +2,9 @@
 
 torch's compiler    is not imported only because an optimiser is made
 cuDNN, cuBLAS       are loaded in a thread, while the model is built and the data are read
-cuDNN's search      has been done
+cuDNN's search      is left out under the fused kernels: what cuDNN chooses by itself is as fast (docs/measurements.md)
 Triton's kernels    are compiled and loaded in threads, all at once, instead of one after the other
+threads of torch    are not started for operations on the host, which are small: they would wait for each other
 """
 
 import logging
@@ -29,13 +30,15 @@ logger = logging.getLogger(__name__)
 THREADS = min(16, os.cpu_count() or 1)
 
 
-def prepare(is_ahead: bool, device: torch.device) -> Callable:
+def prepare(is_ahead: bool, searches: bool, device: torch.device) -> Callable:
     """Settle what holds for the whole process; returns a function of the steps and their image shape: `compile_ahead`.
 
-    Without `is_ahead` that function does nothing: the first step is not known before.
+    Without `is_ahead` that function does nothing: the first step is not known before. `searches` keeps cuDNN's search.
     """
     _leave_out_compiler()
     if device.type == "cuda":
+        torch.backends.cudnn.benchmark &= searches
+        torch.set_num_threads(1)
         loading = Thread(target=load_libraries, args=(device,), name="loading cuDNN")
         loading.start()
         # A process that is forked meanwhile would have the locks of that thread, and nobody to open them.
