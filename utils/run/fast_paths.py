@@ -43,7 +43,7 @@ def stays_eager(model: nn.Module, on_compiled: Callable) -> None:
     """The reference of `compile`."""
 
 
-def starts_at_once(steps: Any, shape: tuple) -> None:
+def starts_at_once(steps: Any, shape: tuple, num_steps: int) -> None:
     """The reference of `ahead`: the first step makes what it needs."""
 
 
@@ -58,7 +58,7 @@ class Paths:
     data_parallel: Callable = distributed.data_parallel  # (model, device, ranks, devices, sync_bn) -> model
     compile: Callable[[nn.Module, Callable], None] = stays_eager  # (model, what is told the seconds it took); in place
     steps: Callable[[Trainer], Any] = itself  # trainer -> what makes its steps, by the methods of Trainer
-    ahead: Callable[[Any, tuple], None] = starts_at_once  # (steps, image shape) -> what the first step would wait for
+    ahead: Callable[[Any, tuple, int], None] = starts_at_once  # (steps, image shape, their number); for the first
     evaluate: Callable = evaluate  # scores the epochs before the last, which are not drawn
     drawn: Callable[[Callable], Callable] = itself  # `evaluate` -> what scores the last epoch, which is drawn
     together: Callable = itself  # (what evaluates) -> the same, called by all processes, each with its share of images
@@ -128,8 +128,7 @@ def table(opt: Namespace, device: torch.device) -> tuple[FastPath, ...]:
                  lambda _: partial(load("utils.fast.graph_step:GraphSteps"), **step_options(opt)),
                  is_loud=opt.cuda_graph),
         FastPath("ahead", "kernels compiled in threads" if on_gpu else "torch's compiler is not loaded", step, None,
-                 lambda _: load("utils.fast.start:prepare")(why_not_ahead(opt, compiling) is None,
-                                                            why_not_fused(opt, device, compiling) is not None, device)),
+                 lambda _: load("utils.fast.start:prepare")(why_not_ahead(opt, compiling) is None, device)),
         FastPath("evaluate", "on the device, in batches (fast/validation.py)", validation, None,
                  lambda _: load("utils.fast.validation:FastValidation")()),
         FastPath("evaluate", "large batches by the fused kernels (models/fused)",
