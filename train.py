@@ -121,7 +121,8 @@ def train(given):
     paths.compile(called, report.exclude)
     trainer.start(called, loss_of_epoch(progress.start_epoch), loss_factor, progress.start_epoch, num_warmup,
                   paths.forward(called))  # fmt: skip
-    paths.ahead(steps, (min(opt.batch_size, len(loaders.dataset)), 3, loaders.image_size, loaders.image_size))
+    paths.ahead(steps, (min(opt.batch_size, len(loaders.dataset)), 3, loaders.image_size, loaders.image_size),
+                num_batches * (progress.epochs - progress.start_epoch))  # fmt: skip
     validate = partial(validate_ema, run, paths, trainer.ema, loaders.val, validation_loss)
 
     started = time.monotonic()

@@ -113,10 +113,18 @@ class Sampler:
     def run(self):
         me = threading.get_ident()
         while not self.stopped.wait(0.01):
-            names = {thread.ident: thread.name for thread in threading.enumerate()}
-            frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != me}
-            stacks = {f"{names.get(ident)} {ident}": stack_of(frame) for ident, frame in frames.items()}
-            self.samples.append([self.now(), stacks])
+            self.samples.append([self.now(), self.stacks(me)])
+
+    @staticmethod
+    def stacks(me):
+        """Of all threads but `me`. No frame is kept: it would keep the tensors of its function as well, until they go
+        in the midst of a capture, whose graph would take in their last event."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        return {
+            f"{names.get(ident)} {ident}": stack_of(frame)
+            for ident, frame in sys._current_frames().items()
+            if ident != me
+        }
 
 
 def stack_of(frame):

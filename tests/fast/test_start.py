@@ -48,8 +48,8 @@ def test_nothing_is_made_without_a_gpu(caplog):
     caplog.set_level("INFO")
     caplog.clear()
     device = torch.device("cpu")
-    start.prepare(True, device)(steps, (2, 3, 8, 8))
-    start.prepare(False, device)(SimpleNamespace(), (2, 3, 8, 8))
+    start.prepare(True, device)(steps, (2, 3, 8, 8), 10)
+    start.prepare(False, device)(SimpleNamespace(), (2, 3, 8, 8), 10)
     assert not caplog.text
 
 
@@ -58,9 +58,36 @@ def test_libraries_are_loaded_before_a_process_is_forked(monkeypatch, caplog):
     hooks, started = [], []
     monkeypatch.setattr(start.os, "register_at_fork", lambda before: hooks.append(before))
     monkeypatch.setattr(start, "load_libraries", lambda device: (time.sleep(0.2), started.append(device)))
+    monkeypatch.setattr(start.torch, "set_num_threads", lambda number: started.append(number))
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     start.prepare(True, torch.device("cuda", 0))
     hooks[0]()
-    assert started == [torch.device("cuda", 0)]
+    assert started == [1, torch.device("cuda", 0)]
+
+
+@pytest.mark.parametrize(("num_steps", "searches"), [(start.SEARCH_STEPS - 1, False), (start.SEARCH_STEPS, True)])
+def test_a_short_run_is_without_cudnns_search(monkeypatch, num_steps, searches):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    monkeypatch.setattr(start, "load_libraries", lambda device: None)
+    monkeypatch.setattr(start.os, "register_at_fork", lambda before: None)
+    monkeypatch.setattr(start.torch, "set_num_threads", lambda number: None)
+    start.prepare(False, torch.device("cuda", 0))
+    assert torch.backends.cudnn.benchmark, "shapes may change: as without flags"
+    seen = []
+
+    def dry_loss(*_):
+        seen.append(torch.backends.cudnn.benchmark)
+        raise InterruptedError
+
+    monkeypatch.setattr(start, "dry_loss", dry_loss)
+    weight = SimpleNamespace(device=torch.device("cuda", 0))
+    model = SimpleNamespace(parameters=lambda: iter([weight]))
+    steps = SimpleNamespace(trainer=SimpleNamespace(model=model, compute_loss=None))
+    ahead = start.prepare(True, torch.device("cuda", 0))
+    assert not torch.backends.cudnn.benchmark
+    with pytest.raises(InterruptedError):
+        ahead(steps, (2, 3, 8, 8), num_steps)
+    assert seen == [searches]
 
 
 def test_a_tiny_network_loads_what_layers_need(monkeypatch, caplog):

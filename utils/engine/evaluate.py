@@ -98,11 +98,11 @@ def evaluate(
     summary = scores.summary(nc, v5_metric)
     if summary.problem and matrices:  # not what was gathered elsewhere
         logger.warning("Validation: %s", summary.problem)
-    for grid in grids:
-        plots.in_background(draw_grid, *grid)
-    if plot_dir:
+    if plot_dir:  # what takes longest first
         plots.in_background(plots.plot_confusion_matrix, confusion.matrix, names, plot_dir)
         plots.plot_curves(summary.curves, plot_dir, names, call=plots.in_background)
+    for grid in grids:
+        plots.in_background(draw_grid, *grid)
     return Evaluation(summary, mean_losses(losses), (*times, sum(times)))
 
 

@@ -3,6 +3,7 @@
 import logging
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 
 import torch
 from torch import nn
@@ -93,7 +94,7 @@ class HostCopies:
     def half_model(self, model):
         model = unwrap(model)
         if id(model) not in self.models:
-            self.models[id(model)] = snapshot(in_stock_order(model).half())
+            self.models[id(model)] = _room_for(model)
         copy = self.models[id(model)]
         for name, value in vars(model).items():  # names, hyp and the like may have changed since
             if not name.startswith("_"):
@@ -141,6 +142,15 @@ class HostCopies:
         for source, copy in self.wanted:
             copy.copy_(self.taken[_place(source)].view(source.shape))
         self.wanted = []
+
+
+def _room_for(model):
+    """A copy of `model` as `in_stock_order(model).half()`, in host memory; parameters and buffers with any content."""
+    rooms = {}  # what deepcopy is to take instead of copies: {id of the original: tensor}
+    for value in (*model.parameters(), *model.buffers()):
+        room = torch.empty(value.shape, dtype=torch.half if value.is_floating_point() else value.dtype)
+        rooms[id(value)] = nn.Parameter(room, value.requires_grad) if isinstance(value, nn.Parameter) else room
+    return snapshot(deepcopy(model, rooms))
 
 
 def _place(tensor):

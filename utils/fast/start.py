@@ -2,8 +2,9 @@
 
 torch's compiler    is not imported only because an optimiser is made
 cuDNN, cuBLAS       are loaded in a thread, while the model is built and the data are read
-cuDNN's search      has been done
+cuDNN's search      is left out in a run that is too short to win back the seconds that it takes
 Triton's kernels    are compiled and loaded in threads, all at once, instead of one after the other
+threads of torch    are not started for operations on the host, which are small: they would wait for each other
 """
 
 import logging
@@ -27,15 +28,20 @@ from utils.system.files import counted
 logger = logging.getLogger(__name__)
 
 THREADS = min(16, os.cpu_count() or 1)
+# From so many steps on cuDNN searches for the fastest form of each convolution. That takes 3 to 8 s, and gains nothing
+# (yolov7-tiny; yolov7 at 320 px) to 1.5 ms of a step (yolov7x at 640 px) against the form that it takes by itself.
+SEARCH_STEPS = 3000
 
 
 def prepare(is_ahead: bool, device: torch.device) -> Callable:
-    """Settle what holds for the whole process; returns a function of the steps and their image shape: `compile_ahead`.
+    """Settle what holds for the whole process; returns a function as `compile_ahead`.
 
     Without `is_ahead` that function does nothing: the first step is not known before.
     """
     _leave_out_compiler()
     if device.type == "cuda":
+        torch.backends.cudnn.benchmark = not is_ahead  # until the number of steps is known
+        torch.set_num_threads(1)
         loading = Thread(target=load_libraries, args=(device,), name="loading cuDNN")
         loading.start()
         # A process that is forked meanwhile would have the locks of that thread, and nobody to open them.
@@ -43,7 +49,7 @@ def prepare(is_ahead: bool, device: torch.device) -> Callable:
     return compile_ahead if is_ahead else _nothing_ahead
 
 
-def _nothing_ahead(steps, shape):
+def _nothing_ahead(steps, shape, num_steps):
     """The first step makes what it needs."""
 
 
@@ -78,8 +84,8 @@ def load_libraries(device: torch.device) -> None:
         logger.debug("libraries not loaded ahead: %s", error)
 
 
-def compile_ahead(steps: Any, shape: Sequence[int]) -> None:
-    """Make what the first step on images of `shape` [b x 3 x h x w] needs on a GPU: kernels, and cuDNN's choices.
+def compile_ahead(steps: Any, shape: Sequence[int], num_steps: int) -> None:
+    """Make what the first of `num_steps` on images of `shape` [b x 3 x h x w] needs on a GPU: kernels, cuDNN's choices.
 
     The memory that it takes is left to the stream of `steps` (FastSteps).
     """
@@ -87,6 +93,7 @@ def compile_ahead(steps: Any, shape: Sequence[int]) -> None:
     device = next(trainer.model.parameters()).device
     if device.type != "cuda":
         return
+    torch.backends.cudnn.benchmark = num_steps >= SEARCH_STEPS
     logger.info("Preparing the kernels for images %s ...", " x ".join(map(str, shape)))
     total = dry_loss(trainer.compute_loss, shape, device)  # before the rest: it asks the device whether kernels work
     with getattr(steps, "on_stream", nullcontext)(), compiled_in_threads(device) as kernels:

@@ -27,7 +27,7 @@ from utils.system.files import cause_of
 
 logger = logging.getLogger(__name__)
 
-MOST_PROCESSES = 4  # that draw
+MOST_PROCESSES = 8  # that draw: a validation ends in so many figures
 MANY_CLASSES = 20  # above, curves of single classes are thin grey lines without a legend
 HIDDEN_CELL = 0.005  # shares below it leave a confusion cell empty
 
@@ -113,7 +113,7 @@ def _open_pool(owner: int) -> Executor:
     if "fork" not in get_all_start_methods():
         return ThreadPoolExecutor(1, thread_name_prefix="plots")
     by_main_thread = threading.current_thread() is threading.main_thread()
-    number = min(max(usable_cores() // 4, 1), MOST_PROCESSES)
+    number = min(max(usable_cores() // 2, 1), MOST_PROCESSES)
     return ProcessPoolExecutor(number, get_context("fork"), _get_ready, (owner, by_main_thread))
 
 

@@ -26,6 +26,7 @@ def new_figure(rows=1, columns=1, size=(8, 6), used=None):
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)  # inches
     FigureCanvasAgg(figure)
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
     for ax in axes:
@@ -43,7 +44,7 @@ def save_figure(figure, path):
     path.parent.mkdir(parents=True, exist_ok=True)
     use_fonts(figure)
     content = BytesIO()  # drawing takes longest: a kill meanwhile leaves no temporary file
-    figure.savefig(content, format=path.suffix[1:], dpi=150, bbox_inches="tight", pad_inches=0.15)
+    figure.savefig(content, format=path.suffix[1:], dpi=150)  # its layout leaves nothing to be cut off
     with atomic_write(path) as file:
         file.write(content.getvalue())
     return path

@@ -3,6 +3,7 @@
 import gc
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -164,7 +165,8 @@ def step_cost(run: Run, build_model: Callable[[], nn.Module]) -> tuple[float, fl
         before = torch.cuda.memory_reserved(device)
         trial = new_trial(run, side, build_model())
         try:
-            fast_paths.for_trials(run.options, device).ahead(trial.steps, (batch_size, 3, side, side))
+            # as in a long run, whose convolutions may take more memory
+            fast_paths.for_trials(run.options, device).ahead(trial.steps, (batch_size, 3, side, side), sys.maxsize)
             peak = memory_of(trial, batch_size)
         except torch.cuda.OutOfMemoryError:
             peak = math.inf
