@@ -31,16 +31,7 @@ from utils.run import entry  # noqa: E402
 from utils.system import folder_lock  # noqa: E402
 from utils.system.children import enter_child, forked_pool  # noqa: E402
 from utils.system.cores import usable_cores  # noqa: E402
-from utils.system.files import (  # noqa: E402
-    atomic_write,
-    cause_of,
-    counted,
-    folded,
-    printable,
-    read_json,
-    remove_leftovers,
-    shown,
-)
+from utils.system.files import atomic_write, cause_of, counted, folded, printable, read_json, remove_leftovers, shown  # noqa: E402
 from utils.system.memory import check_memory, describe_bytes  # noqa: E402
 from utils.system.progress import progress  # noqa: E402
 
