@@ -9,9 +9,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
-from functools import lru_cache
-from multiprocessing import get_context
+from concurrent.futures import BrokenExecutor, Executor, Future
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from utils.metrics.detection import fitness
 from utils.plots.fonts import drawable
 from utils.plots.images import class_name
 from utils.plots.style import FAINT, INK, PALETTE, class_colour, new_figure, save_figure, set_title, whole_numbers
-from utils.system.children import enter_child
+from utils.system.children import enter_child, forked_pool
 from utils.system.cores import usable_cores
 from utils.system.files import cause_of
 
@@ -110,15 +109,13 @@ def _open_pool(owner: int) -> Executor:
     They live as long as `owner`, so that nothing is forked or imported when a run ends, and are forked before any
     plot is drawn: a lock of a drawing thread would stay locked in them.
     """
-    by_main_thread = threading.current_thread() is threading.main_thread()
-    number = min(max(usable_cores() // 2, 1), MOST_PROCESSES)
-    return ProcessPoolExecutor(number, get_context("fork"), _get_ready, (owner, by_main_thread))
+    return forked_pool(min(max(usable_cores() // 2, 1), MOST_PROCESSES), partial(_get_ready, owner))
 
 
-def _get_ready(owner, by_main_thread):
-    """A process that draws begins."""
-    enter_child(owner if by_main_thread else None)
-    if not by_main_thread:
+def _get_ready(owner, parent):
+    """A process that draws begins; `parent` as `enter_child` wants it."""
+    enter_child(parent)
+    if parent is None:
         threading.Thread(target=_end_after, args=(owner,), daemon=True).start()
     new_figure()  # imports matplotlib
 
