@@ -17,8 +17,8 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from models.fused import pools  # noqa: E402  (needs the path above)
-from tests.bench_step import replayed  # noqa: E402
+from models.fused import pools
+from tests.bench_step import replayed
 
 # name: batch, channels and side of the pyramid, of 2x2 pooling, of up-sampling
 CASES = {

@@ -32,17 +32,17 @@ from torch.optim.lr_scheduler import LambdaLR
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from models.yolo import Model  # noqa: E402  (needs the path above)
-from tests.bench_loss import graph_replay, random_targets  # noqa: E402
-from utils.config.hyp import load_hyp, scale_hyp  # noqa: E402
-from utils.engine import optimizer as optim  # noqa: E402
-from utils.engine.batches import Batch  # noqa: E402
-from utils.engine.ema import ModelEMA  # noqa: E402
-from utils.engine.trainer import Trainer  # noqa: E402
-from utils.fast.graph_step import GraphSteps  # noqa: E402
-from utils.fast.prefetcher import AHEAD, Prefetcher, as_float  # noqa: E402
-from utils.fast.train_step import FastSteps  # noqa: E402
-from utils.loss import batched, criterion  # noqa: E402
+from models.yolo import Model
+from tests.bench_loss import graph_replay, random_targets
+from utils.config.hyp import load_hyp, scale_hyp
+from utils.engine import optimizer as optim
+from utils.engine.batches import Batch
+from utils.engine.ema import ModelEMA
+from utils.engine.trainer import Trainer
+from utils.fast.graph_step import GraphSteps
+from utils.fast.prefetcher import AHEAD, Prefetcher, as_float
+from utils.fast.train_step import FastSteps
+from utils.loss import batched, criterion
 
 REPLAY = GraphSteps.replay
 ROOT = Path(__file__).resolve().parents[1]

@@ -29,7 +29,7 @@ def find_annotations(entries, split="val", named=None):
     """
     places = [Path(named)] if named else []
     for entry in () if named else entries if isinstance(entries, list) else [entries]:
-        two_up = os.path.join(entry, "..", "..", "annotations")  # noqa: PTH118 (a link is followed before going up)
+        two_up = os.path.join(entry, "..", "..", "annotations")  # a link is followed before going up
         for folder in (two_up, os.path.normpath(two_up), Path(entry).parent / "annotations"):
             places += [Path(folder) / f"instances_{split}{year}.json" for year in ("2017", "")]
     places = list(dict.fromkeys(places))
