@@ -11,7 +11,8 @@ from pathlib import Path
 
 from models.experimental import Ensemble, attempt_load
 from utils.config.data_yaml import read_yaml
-from utils.config.options import check_detect_options, check_img_size, detect_parser
+from utils.config.flags import DETECT_FLAGS
+from utils.config.options import check_img_size, check_run_options, detect_parser
 from utils.detect import writers
 from utils.detect.loop import Window, check_window, detect, quiet_decoders
 from utils.detect.names import find_items
@@ -71,7 +72,7 @@ def open_predictor(opt):
 
 def main(opt):
     """Detect as the options say, into a new folder; status 1 when files could not be read, 130 after Ctrl-C."""
-    check_detect_options(opt)
+    check_run_options(opt, DETECT_FLAGS)
     if opt.update:
         logger.warning("--update has no effect: best.pt and last.pt are stripped when a training ends")
     if opt.view_img:

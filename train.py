@@ -128,7 +128,7 @@ def train(given):
     started = time.monotonic()
     trainable = Trainable(int(model.stride.max()), ranks.world_size > 1)
     random_state.resume(progress, ranks)
-    for epoch in early_stopping.epochs_to_train(progress, opt.patience, ranks, device):
+    for epoch in early_stopping.epochs_to_train(progress, opt.patience):
         if loaders.enter(epoch):  # another image size
             prepare_model(run, model, loaders.dataset.labels, loaders.image_size)
             loss_of_epoch, _ = paths.losses(model, progress.epochs)
@@ -290,8 +290,8 @@ def choose_images(run, epoch, loaders, class_weights, maps):
     random_state.seed_epoch(opt.seed, epoch)
     if opt.image_weights:
         labels = loaders.dataset.labels
-        indices = draw_image_indices(labels, class_weights.cpu(), maps) if ranks.is_main else [0] * len(labels)
-        loaders.dataset.indices = distributed.broadcast_indices(indices, ranks.rank, run.device)
+        indices = draw_image_indices(labels, class_weights.cpu(), maps) if ranks.is_main else None
+        loaders.dataset.indices = distributed.from_rank_zero(indices)
     if ranks.is_distributed:
         loaders.train.sampler.set_epoch(epoch)
 

@@ -23,9 +23,8 @@ class DetectionLayer(nn.Module):
         self.nc = nc
         self.nl = len(anchors)
         self.na = len(anchors[0]) // 2
-        self.grid = [
-            torch.zeros(1) for _ in range(self.nl)
-        ]  # never filled: grids are cheap; stock code expects the list
+        # never filled: grids are cheap; stock code expects the list
+        self.grid = [torch.zeros(1) for _ in range(self.nl)]
         pixels = torch.tensor(anchors).float().view(self.nl, -1, 2)
         self.register_buffer("anchors", pixels)  # divided by the strides later
         self.register_buffer("anchor_grid", pixels.clone().view(self.nl, 1, -1, 1, 1, 2))

@@ -10,20 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from models import reparam
-from models.common import (
-    MP,
-    SP,
-    SPPCSPC,
-    Chuncat,
-    Concat,
-    Conv,
-    DownC,
-    ImplicitA,
-    ImplicitM,
-    ReOrg,
-    RepConv,
-    Shortcut,
-)
+from models.common import MP, SP, SPPCSPC, Chuncat, Concat, Conv, DownC, ImplicitA, ImplicitM, ReOrg, RepConv, Shortcut
 from models.config import (
     MAX_CHANNELS,
     MAX_LAYERS,

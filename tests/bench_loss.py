@@ -48,20 +48,26 @@ KINDS = {
 
 
 def make_case(batch, boxes, num_classes, size, device):
-    """Model, predictions and targets (on the host): the number of boxes of an image varies as in COCO mosaics."""
-    generator = torch.manual_seed(0)
+    """Model, predictions and targets (on the host)."""
+    torch.manual_seed(0)
     strides = torch.tensor(STRIDES, dtype=torch.float32)
     anchors = torch.tensor(ANCHORS).view(3, 3, 2) / strides[:, None, None]
     model = model_with_head(anchors.to(device), strides, num_classes, box=0.05, cls=0.3, obj=0.7)
     on_device = torch.Generator(device).manual_seed(0)
     shapes = [(batch, 3, size // stride, size // stride, 5 + num_classes) for stride in STRIDES]
     predictions = [torch.randn(shape, generator=on_device, device=device).requires_grad_() for shape in shapes]
+    return model, predictions, random_targets(batch, boxes, num_classes)
+
+
+def random_targets(batch, boxes, num_classes, seed=0):
+    """Targets [n x 6]: about `boxes` for an image, their number and sizes spread as in COCO mosaics."""
+    generator = torch.Generator().manual_seed(seed)
     mean = boxes * torch.rand(batch, generator=generator) * 2
     image = torch.arange(batch).repeat_interleave(torch.poisson(mean, generator=generator).long())[:, None]
     sides = (torch.randn(len(image), 2, generator=generator) * 0.9 - 2.2).exp().clamp(0.01, 0.95)
     centres = sides / 2 + torch.rand(len(image), 2, generator=generator) * (1 - sides)
     classes = torch.randint(num_classes, (len(image), 1), generator=generator)
-    return model, predictions, torch.cat((image, classes, centres, sides), 1)
+    return torch.cat((image, classes, centres, sides), 1)
 
 
 def measure(function, device, most=50, seconds=1.0):
@@ -144,7 +150,7 @@ def graph_replay(step):
             step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         outputs = step()
 
     def replay(step=step):  # with it the memory that the graph reads is held

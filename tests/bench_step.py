@@ -32,16 +32,17 @@ from torch.optim.lr_scheduler import LambdaLR
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from models.yolo import Model  # noqa: E402  (needs the path above)
-from utils.config.hyp import load_hyp, scale_hyp  # noqa: E402
-from utils.engine import optimizer as optim  # noqa: E402
-from utils.engine.batches import Batch  # noqa: E402
-from utils.engine.ema import ModelEMA  # noqa: E402
-from utils.engine.trainer import Trainer  # noqa: E402
-from utils.fast.graph_step import GraphSteps  # noqa: E402
-from utils.fast.prefetcher import AHEAD, Prefetcher, as_float  # noqa: E402
-from utils.fast.train_step import FastSteps  # noqa: E402
-from utils.loss import batched, criterion  # noqa: E402
+from models.yolo import Model
+from tests.bench_loss import graph_replay, random_targets
+from utils.config.hyp import load_hyp, scale_hyp
+from utils.engine import optimizer as optim
+from utils.engine.batches import Batch
+from utils.engine.ema import ModelEMA
+from utils.engine.trainer import Trainer
+from utils.fast.graph_step import GraphSteps
+from utils.fast.prefetcher import AHEAD, Prefetcher, as_float
+from utils.fast.train_step import FastSteps
+from utils.loss import batched, criterion
 
 REPLAY = GraphSteps.replay
 ROOT = Path(__file__).resolve().parents[1]
@@ -82,18 +83,7 @@ def network_of(model, path, device):
 
 def target_sets(case):
     """NUM_SETS times targets [n x 6] on the host."""
-    return [random_targets(case[2], seed) for seed in range(NUM_SETS)]
-
-
-def random_targets(batch, seed):
-    """Targets [n x 6]: about BOXES for an image, their number and sizes spread as in COCO mosaics."""
-    generator = torch.Generator().manual_seed(seed)
-    mean = BOXES * torch.rand(batch, generator=generator) * 2
-    image = torch.arange(batch).repeat_interleave(torch.poisson(mean, generator=generator).long())[:, None]
-    sides = (torch.randn(len(image), 2, generator=generator) * 0.9 - 2.2).exp().clamp(0.01, 0.95)
-    centres = sides / 2 + torch.rand(len(image), 2, generator=generator) * (1 - sides)
-    classes = torch.randint(NUM_CLASSES, (len(image), 1), generator=generator)
-    return torch.cat((image, classes, centres, sides), 1)
+    return [random_targets(case[2], BOXES, NUM_CLASSES, seed) for seed in range(NUM_SETS)]
 
 
 def endless(case, path, sets, device):
@@ -199,19 +189,10 @@ def spread(times):
 
 def replayed(body, most=20):
     """Milliseconds of a captured `body`."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            body()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        body()
-    times = []
+    replay, times = graph_replay(body), []
     for _ in range(most):
         start = _mark(True)
-        graph.replay()
+        replay()
         end = _mark(True)
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end))

@@ -30,14 +30,14 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import train  # noqa: E402  (needs the path above)
-from tests import small_run  # noqa: E402
-from utils.engine import resume  # noqa: E402
-from utils.engine.checkpoint import Checkpoints  # noqa: E402
-from utils.engine.checkpoint_reader import read_checkpoint  # noqa: E402
-from utils.loggers import results as report  # noqa: E402
-from utils.plots import run as plots  # noqa: E402
-from utils.run import entry  # noqa: E402
+import train
+from tests import small_run
+from utils.engine import resume
+from utils.engine.checkpoint import Checkpoints
+from utils.engine.checkpoint_reader import read_checkpoint
+from utils.loggers import results as report
+from utils.plots import run as plots
+from utils.run import entry
 
 MOMENTS = ("time",) * 4 + ("file",) * 2 + ("checkpoint",) * 3 + ("validation",) * 2 + ("results", "last steps")
 HYP = {"warmup_min_iters": 5, "warmup_epochs": 1.0}

@@ -19,7 +19,7 @@ and there are as many batches in an epoch. Stages then end by their steps, which
     img/s       of all cards, end to end, epoch changes included, pictures, validation and checkpoints not
     scaling     img/s of a card, as a share of what one card alone reached
     resident    the same with one batch for ever
-    gpu         utilisation in percent, as NVML or nvidia-smi tells it
+    gpu         utilisation in percent, as NVML tells it
     main, workers   cores that the main process (the busiest one), and all children together, use
     the phases  ms a step; on a GPU between events of the stream, so that waiting for the host counts; `graph` is the
                 replay of a captured step, `optimiser` includes clearing the gradients, `read-back` the progress bar
@@ -41,12 +41,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tools.experiments import markdown  # noqa: E402  (needs the path above)
+
 JOBS = {  # cfg, hyp, pixels, batch
     "tiny384": ("yolov7-tiny", "tiny", 320, 384),
     "tiny64": ("yolov7-tiny", "tiny", 320, 64),
     "full64": ("yolov7", "p5", 320, 64),
     "full640": ("yolov7", "p5", 640, 32),
 }
+COLUMNS = ("job", "variant", "cards", "img/s", "scaling", "steps", "resident", "gpu %", "main", "workers", "GB",
+           "ms/step")  # fmt: skip
 LOADER, STEP = "--fast-dataloader", "--fast-loss --fast-step"
 VARIANTS = ["off", LOADER, "--fast-loss", "--fast-step", "--amp bf16", "--amp off", "USE_COMPILE=1",
             f"{LOADER} {STEP}", f"{LOADER} {STEP} --cuda-graph", "--fast", "--fast USE_COMPILE=1"]  # fmt: skip
@@ -238,7 +242,9 @@ def instruments(timeline):
     import torch
 
     from models.yolo import Model
-    from utils.engine import ema
+    from utils.engine.ema import ModelEMA
+    from utils.fast.exchange import Exchange
+    from utils.fast.graph_step import GraphSteps
 
     stack = ExitStack()
     call = torch.nn.Module.__call__
@@ -247,22 +253,12 @@ def instruments(timeline):
         return (timeline.around(call, "forward", "loss") if model.training else call)(model, *args, **kwargs)
 
     stack.enter_context(mock.patch.object(Model, "__call__", timed_call))
-    stack.enter_context(
-        mock.patch.object(torch.Tensor, "backward", timeline.around(torch.Tensor.backward, "backward", "optimiser"))
-    )
-    stack.enter_context(mock.patch.object(ema.ModelEMA, "update", timeline.around(ema.ModelEMA.update, "EMA")))
-    if hasattr(ema, "AverageAtOnce"):
-        move = timeline.around(ema.AverageAtOnce.move, "EMA")
-        stack.enter_context(mock.patch.object(ema.AverageAtOnce, "move", move))
-    try:
-        from utils.fast.graph_step import GraphSteps
-    except ImportError:
-        return stack
-    from utils.fast.exchange import Exchange
-
-    for owner, name, phase in ((GraphSteps, "backward", "graph"), (GraphSteps, "update", "optimiser"),
-                               (Exchange, "add_gradients", "exchange")):  # fmt: skip
-        stack.enter_context(mock.patch.object(owner, name, timeline.around(getattr(owner, name), phase)))
+    for owner, name, *phases in (
+        (torch.Tensor, "backward", "backward", "optimiser"), (ModelEMA, "update", "EMA"),
+        (GraphSteps, "backward", "graph"), (GraphSteps, "update", "optimiser"),
+        (Exchange, "add_gradients", "exchange"),
+    ):  # fmt: skip
+        stack.enter_context(mock.patch.object(owner, name, timeline.around(getattr(owner, name), *phases)))
     return stack
 
 
@@ -302,27 +298,11 @@ def phases_of(rows):
 def table(rows):
     """Markdown; a failed row says why."""
     done = [row for row in rows if "error" not in row]
-    phases = phases_of(done)
-    head = [
-        "job",
-        "variant",
-        "cards",
-        "img/s",
-        "scaling",
-        "steps",
-        "resident",
-        "gpu %",
-        "main",
-        "workers",
-        "GB",
-        "ms/step",
-        *phases,
-    ]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    phases, lines = phases_of(done), []
     for row in rows:
         cells = [f"{row['job']}, batch {row['batch']}", f"`{row['variant']}`", str(row["cards"])]
         if "error" in row:
-            lines.append("| " + " | ".join([*cells, row["error"].replace("|", "/")]) + " |")
+            lines.append([*cells, row["error"].replace("|", "/")])
             continue
         whole = row["end to end"]
         gpu = "-" if whole["gpu"] is None else f"{whole['gpu']:.0f}"
@@ -332,8 +312,8 @@ def table(rows):
                   f"{whole['main_cores']:.2f}", f"{whole['worker_cores']:.1f}", memory,
                   f"{1e3 * whole['seconds'] / whole['steps']:.1f}"]  # fmt: skip
         cells += [f"{row['phases']['device_ms'].get(name, 0):.1f}" for name in phases]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return markdown.table([*COLUMNS, *phases], lines)
 
 
 def heading(options):

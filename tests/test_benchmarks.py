@@ -37,8 +37,8 @@ SMALL = {  # options, and patterns of what they have to print
         "--images 6 --samples 10 --repeats 1 --sizes 64 --hyps tiny",
         ["in a batch ms", "  64  tiny "],
     ),
-    "tools/profile_samples.py": (
-        "--images 6 --samples 3 --repeats 1 --jobs 64:tiny",
+    "tools/bench_samples.py --steps": (
+        "--images 6 --samples 3 --repeats 1 --sizes 64 --hyps tiny",
         [rf"\| {step} \| [1-9]" for step in STEPS],
     ),
 }
@@ -57,8 +57,8 @@ def test_wrong_input_is_one_sentence(tmp_path):
 @pytest.mark.parametrize("program", SMALL)
 def test_benchmark(program, tmp_path):
     options, expected = SMALL[program]
-    words = [program, *options.split()]
-    if "--out" in (PROJECT_ROOT / program).read_text():
+    words = [*program.split(), *options.split()]
+    if "--out" in (PROJECT_ROOT / words[0]).read_text():
         words += ["--out", str(tmp_path)]
     ended = forked.run(tmp_path, run, words)
     assert ended.status == 0, ended.text[-2000:]

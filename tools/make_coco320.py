@@ -22,27 +22,18 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.coco.download import find_splits, in_order, listing, tasks_of  # noqa: E402  (needs the path above)
-from tools.coco.labels import Placement, label_text, scaled_annotations  # noqa: E402
-from utils.data.affine import GREY  # noqa: E402
-from utils.data.images.reading import read_image, verify_image  # noqa: E402
-from utils.metrics.coco_annotations import read_annotations  # noqa: E402
-from utils.run import entry  # noqa: E402
-from utils.system import folder_lock  # noqa: E402
-from utils.system.children import enter_child, forked_pool  # noqa: E402
-from utils.system.cores import usable_cores  # noqa: E402
-from utils.system.files import (  # noqa: E402
-    atomic_write,
-    cause_of,
-    counted,
-    folded,
-    printable,
-    read_json,
-    remove_leftovers,
-    shown,
-)
-from utils.system.memory import check_memory, describe_bytes  # noqa: E402
-from utils.system.progress import progress  # noqa: E402
+from tools.coco.download import find_splits, in_order, listing, tasks_of
+from tools.coco.labels import Placement, label_text, scaled_annotations
+from utils.data.affine import GREY
+from utils.data.images.reading import read_image, verify_image
+from utils.metrics.coco_annotations import read_annotations
+from utils.run import entry
+from utils.system import folder_lock
+from utils.system.children import enter_child, forked_pool
+from utils.system.cores import usable_cores
+from utils.system.files import atomic_write, cause_of, counted, folded, printable, read_json, remove_leftovers, shown
+from utils.system.memory import check_memory, describe_bytes
+from utils.system.progress import progress
 
 FITS = {
     "longer": "the longer side becomes --size; labels are those of stock",

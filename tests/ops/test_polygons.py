@@ -5,7 +5,7 @@ import pytest
 
 from utils.data.affine import Affine
 from utils.ops.boxes import resample_segments, segment2box
-from utils.ops.polygons import MAX_VERTICES, NUM_STEPS, Polygons, ends_on_edges
+from utils.ops.polygons import MAX_VERTICES, NUM_STEPS, Polygons, edge_table
 
 TRIANGLE = np.array([[0, 0], [9, 0], [0, 9]], np.float32)
 SQUARE = np.array([[1, 1], [2, 1], [2, 2], [1, 2]], np.float32)
@@ -41,7 +41,7 @@ def test_no_polygons():
 
 @pytest.mark.parametrize("num_vertices", [1, 2, 3, 4, 27, 333, 499, MAX_VERTICES])
 def test_ends_on_edges_are_those_that_interp_takes_from_them(num_vertices):
-    first, last = ends_on_edges(num_vertices)
+    first, last = edge_table(num_vertices)[:2]
     steps = np.linspace(0, num_vertices, NUM_STEPS)
     edges = np.arange(num_vertices)
     for edge in edges:

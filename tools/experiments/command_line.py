@@ -27,8 +27,6 @@ OF_THE_TOOL = {
     "exist_ok": "the tool says where its runs lie",
     "local_rank": "every run is one process",
 }
-
-
 FILES = ("data", "hyp", "cfg", "head_config")  # options that name a text file
 
 

@@ -17,9 +17,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from utils.config.data_yaml import read_yaml
+from utils.config.hyp import save_hyp
 from utils.loggers.monitor import ResourceMonitor, Usage, gpu_name
 from utils.system.children import PARENT
 from utils.system.cores import usable_cores
@@ -306,7 +305,6 @@ def resume_arguments(folder):
 
 def write_hyp(base, changes, path):
     """A hyper-parameter file with the values of the file `base` and the `changes` {name: value}."""
-    content = read_yaml(base)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(yaml.safe_dump(content | changes, sort_keys=False), encoding="utf-8")
+    save_hyp(read_yaml(base) | changes, path)
     return path

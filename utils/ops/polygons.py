@@ -54,15 +54,6 @@ class Polygons(Sequence):
 
 
 @cache
-def ends_on_edges(num_vertices):
-    """Where the first and the last point of the outline on each edge lie, 0 to 1 of its length [2 x num_vertices].
-
-    The last of all points is left out, being the first again.
-    """
-    return edge_table(num_vertices)[:2]
-
-
-@cache
 def edge_tables(most):
     """The `edge_table` of polygons of 1, 2, ... `most` vertices, one after the other [6 x ...]."""
     return np.concatenate([edge_table(num_vertices) for num_vertices in range(1, most + 1)], axis=1)
@@ -71,7 +62,9 @@ def edge_tables(most):
 def edge_table(num_vertices):
     """What is known of the edges of a polygon before its vertices are, float64 [6 x num_vertices].
 
-    Rows: `ends_on_edges`, the numbers of those two points, the points' distance along the outline, the edge's number.
+    Rows: where the first and the last point of the outline on each edge lie, 0 to 1 of its length; the numbers of
+    those two points; the points' distance along the outline; the edge's number. The last of all points is left out,
+    being the first again.
     """
     steps = np.linspace(0, num_vertices, NUM_STEPS)[:-1]
     edges = np.arange(num_vertices)
