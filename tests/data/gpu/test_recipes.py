@@ -9,8 +9,8 @@ import torch
 
 from tests.data.gpu.configurations import CONFIGURATIONS, dataset_of
 from utils.data.affine import Affine
-from utils.data.gpu.recipes import HEADER, LAYER, OBJECT, RECIPE, TILE, DrawnImage, RecipeDataset
-from utils.data.gpu.targets import finished
+from utils.data.gpu.recipes import HEADER, LAYER, OBJECT, RECIPE, TILE, DrawnImage, RecipeDataset, write_recipes
+from utils.data.gpu.targets import finished_targets
 from utils.data.mosaic import Mosaic, Tile
 from utils.data.transforms import Colours
 from utils.datasets import LoadImagesAndLabels
@@ -37,11 +37,11 @@ def test_the_same_samples(name, folder):
             samples.append((*form[index], random.random(), np.random.random()))
         (image, rows, *rest), (other, waiting, *more) = samples
         assert image.numpy().tobytes() == other.tobytes() and rest == more
-        assert finished([waiting]).tobytes() == rows.numpy().tobytes()
+        assert finished_targets([waiting.targets]).tobytes() == rows.numpy().tobytes()
         rows[:, 0] = index
         wanted.append(rows)
-        late.append(waiting)
-    assert finished(late).tobytes() == torch.cat(wanted).numpy().tobytes(), "all at once"
+        late.append(waiting.targets)
+    assert finished_targets(late).tobytes() == torch.cat(wanted).numpy().tobytes(), "all at once"
 
 
 def test_a_recipe_by_hand(folder):
@@ -51,8 +51,11 @@ def test_a_recipe_by_hand(folder):
     image = DrawnImage(canvas, Affine(np.array([[2, 0, 6], [0, 2, -4], [0, 0, 1.0]]), 2, 64, 64, False))
     image.colours, image.ratio, image.flips = Colours(1, 0.5, 1.5), 0.25, [False, True]
     image.objects = [(np.full((2, 3, 3), 9, np.uint8), 4, 5), (np.full((1, 1, 3), 8, np.uint8), 1, 2)]
-    recipe, place = np.zeros(RECIPE, np.uint8), np.zeros((64, 64, 3), np.uint8)
-    assert image.write(recipe, place, np.array([0, 0, 0, 1000]))
+    other = DrawnImage(Mosaic(dataset, [Tile(3, 0, 0, 40, 30)]), Affine(np.eye(3), 1, 64, 64, False))
+    recipes, place = np.full((2, RECIPE), 7, np.uint8), np.zeros((64, 64, 3), np.uint8)
+    assert image.write_objects(place)
+    write_recipes([other, image], recipes, np.array([0, 0, 0, 1000]))
+    recipe = recipes[1]
     assert HEADER.unpack_from(recipe) == (1, 1, 0, 1, 2, 48 + 32, 0, 1, 0.5, 1.5, 0.25)
     assert LAYER.unpack_from(recipe, HEADER.size) == (0.5, 0, -3, 0, 0.5, 2, 1, 0)
     tile = TILE.unpack_from(recipe, HEADER.size + LAYER.size)
@@ -66,9 +69,9 @@ def test_objects_without_room_are_pasted_by_the_worker(folder):
     height, width = dataset.image_store.shapes[0].tolist()
     image = DrawnImage(Mosaic(dataset, [Tile(0, 0, 0, width, height)]), Affine(np.eye(3), 1, 64, 64, False))
     dataset.paste(image, np.full((64, 64, 3), 9, np.uint8), 0, 0)
-    recipe = np.full(RECIPE, 7, np.uint8)
-    dataset.begin(recipe)
     assert (dataset.pixels(image) == 9).all()
+    recipe = np.full(RECIPE, 7, np.uint8)
+    write_recipes([image], recipe, dataset.image_store.offsets)
     assert HEADER.unpack_from(recipe) == (0, 0, 0, 0, 0, 64 * 64 * 3, 0, 1, 1, 1, 1)
 
 

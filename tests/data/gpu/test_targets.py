@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from utils.data.affine import draw_affine, warp_labels
-from utils.data.gpu.targets import LateTargets, finished, warped_labels
+from utils.data.gpu.targets import LateTargets, finished_targets, warped_labels
 from utils.data.mosaic import draw_mosaic4, draw_mosaic9
 from utils.ops.boxes import segments2boxes
 from utils.ops.polygons import MAX_VERTICES, Polygons
@@ -80,11 +80,11 @@ def test_nothing_to_see():
     layers = drawn_layers(dataset, 3, 0.5, 0.1)
     assert [labels.shape for labels in warped_labels(layers)] == [(0, 5)] * 3
     assert warped_labels([]) == []
-    assert finished([LateTargets(None, layers, (64, 64), [False, True])]).shape == (0, 6)
+    assert finished_targets([LateTargets(None, layers, (64, 64), [False, True])]).shape == (0, 6)
 
 
 def test_targets_by_hand():
     """Known labels of two samples, the second one upside down and mirrored."""
     labels = np.array([[5, 10, 20, 30, 80]], np.float32)
     samples = [LateTargets(labels, [], (100, 50), [False, False]), LateTargets(labels, [], (200, 50), [True, True])]
-    assert np.allclose(finished(samples, 3), [[3, 5, 0.4, 0.5, 0.4, 0.6], [4, 5, 0.6, 0.75, 0.4, 0.3]])
+    assert np.allclose(finished_targets(samples, 3), [[3, 5, 0.4, 0.5, 0.4, 0.6], [4, 5, 0.6, 0.75, 0.4, 0.3]])

@@ -38,8 +38,8 @@ class LateSteps(NamedTuple):
 
     `dataset(data set)` is the form of a data set whose samples write them where its `begin` says, and
     `batch(pixels, steps)` what the loader yields as images. `room` is what a sample needs in a batch, in images.
-    `finish(targets, number)`, where there is one, makes the targets [n x 6] of what the samples of a task have instead;
-    `number` is that of the first one in its batch.
+    `finish(samples, number, steps)`, where there is one, writes the `steps` [n x num_bytes] of a task instead, and
+    makes the targets [n x 6] of what its samples have in their place; `number` is that of the first one in its batch.
     """
 
     num_bytes: int
@@ -156,15 +156,16 @@ class BatchWriter:
         slot, start, stop = task
         targets, paths, shapes = [], [], []
         keys = {position: tuple(key) for position, key in enumerate(self.ring.keys[slot, start:stop].tolist(), start)}
-        steps = self.ring.steps(slot) if self.late else None
+        steps, finish = (self.ring.steps(slot), self.late.finish) if self.late else (None, None)
+        begin = self.source.dataset.begin if self.late and not finish else None
         for number in range(start // self.group_size, -(-stop // self.group_size)):
             first = number * self.group_size
             samples = []
             for position in range(first, min(first + self.group_size, stop)):
                 self.is_placed = False
                 doing[:] = self.current = slot, position  # before it begins, for it may be the end of this worker
-                if self.late:
-                    self.source.dataset.begin(steps[position])
+                if begin:
+                    begin(steps[position])
                 samples.append(self.source[keys[position]])
             image, rows, _, _ = samples[0]
             if self.collate_group:
@@ -175,8 +176,9 @@ class BatchWriter:
             targets.append(rows)
             paths += [path for _, _, path, _ in samples]
             shapes += [shape for _, _, _, shape in samples]
-        finish = (self.late and self.late.finish) or _numbered
-        return finish(targets, start // self.group_size), tuple(image.shape), paths, shapes
+        first = start // self.group_size
+        targets = finish(targets, first, steps[start:stop]) if finish else _numbered(targets, first)
+        return targets, tuple(image.shape), paths, shapes
 
     def describe(self, slot, position):
         """The file of a sample, for messages."""

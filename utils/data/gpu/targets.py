@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from utils.data.affine import box_candidates
+from utils.data.affine import box_candidates, make_matrices
 from utils.ops.boxes import xyxy2xywh
 from utils.ops.polygons import MAX_VERTICES, Polygons, outline_boxes
 
@@ -29,7 +29,7 @@ class LateTargets(NamedTuple):
     flips: list
 
 
-def finished(samples, first=0):
+def finished_targets(samples, first=0):
     """The targets [n x 6: number, class, x, y, w, h normalised] of LateTargets, which are numbered from `first` on."""
     made = iter(warped_labels([layer for sample in samples for layer in sample.layers]))
     labels = [[next(made) for _ in sample.layers] if sample.layers else [sample.labels] for sample in samples]
@@ -51,6 +51,7 @@ def warped_labels(layers):
         return []
     canvases, affines = zip(*layers, strict=True)
     tiles, width, height = ManyTiles(canvases), affines[0].width, affines[0].height
+    make_matrices(affines)
     matrices = np.array([affine.matrix for affine in affines])
     scaling, shift = matrices[:, [0, 1], [0, 1]].T, matrices[:, :2, 2].T
 
