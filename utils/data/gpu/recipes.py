@@ -28,7 +28,7 @@ import numpy as np
 
 from utils.data.affine import draw_affine, make_matrices
 from utils.data.dataset import LoadImagesAndLabels
-from utils.data.gpu.targets import LateTargets, finished_targets, warped_labels
+from utils.data.gpu.targets import LateTargets, finished_targets, tile_numbers, warped_labels
 from utils.data.mosaic import Mosaic, Tile, draw_mosaic4, draw_mosaic9, load_mosaic9
 from utils.data.paste import paste_visible, pastein
 from utils.data.pixel_ops import blended
@@ -238,8 +238,7 @@ def _write_layers(layers, places, recipes, offsets):
     canvases, affines = zip(*layers, strict=True)
     make_matrices([affine for affine in affines if affine])
     backs = [cv2.invertAffineTransform(affine.matrix[:2]).ravel() if affine else UNMOVED for affine in affines]
-    layer = np.arange(len(layers)).repeat([len(canvas.tiles) for canvas in canvases])
-    image, *box = np.array([tile for canvas in canvases for tile in canvas.tiles], np.int64).T
+    layer, (image, *box) = tile_numbers(canvases)
     frames = np.array([(canvas.window or (0, 0), canvas.shape[1::-1]) for canvas in canvases])
     corner, size = np.array(box).reshape(2, 2, -1)
     corner = corner - frames[:, 0].T.take(layer, 1)

@@ -6,6 +6,7 @@ same operations in the same precision, so the targets are equal to the bit. Tran
 Coordinates are rows of the arrays here, labels and points are columns: NumPy is quickest along long rows.
 """
 
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -79,13 +80,19 @@ class ManyTiles:
     """The tiles of all `canvases`, one after the other, with their labels."""
 
     def __init__(self, canvases):
-        tiles = [tile for canvas in canvases for tile in canvas.tiles]
-        rows = [canvases[0].dataset.labels[tile.image] for tile in tiles]
+        dataset, self.side = canvases[0].dataset, canvases[0].side
+        layer, (images, *places) = tile_numbers(canvases)
+        images = images.tolist()
+        rows = [dataset.labels[image] for image in images]
         counts = list(map(len, rows))
-        self.labels, self.side = np.concatenate(rows), canvases[0].side
-        self.polygons = [canvases[0].polygons(tile) for tile in tiles]
-        self.places = np.array(tiles, np.float32).T[1:].repeat(counts, 1)  # x, y, width, height of a label's tile
-        self.layer = np.arange(len(canvases)).repeat([len(canvas.tiles) for canvas in canvases]).repeat(counts)
+        self.labels = np.concatenate(rows)
+        self.polygons = [Polygons.of(dataset.segments[image]) for image in images]
+        self.counts = [
+            polygons.counts if len(polygons.counts) else np.zeros(count, np.int64)
+            for polygons, count in zip(self.polygons, counts, strict=True)
+        ]
+        self.places = np.array(places, np.float32).repeat(counts, 1)  # x, y, width, height of a label's tile
+        self.layer = layer.repeat(counts)
         self.windows = np.array([canvas.window or (0, 0) for canvas in canvases]).T.take(self.layer, 1)
 
     def boxes(self):
@@ -98,13 +105,21 @@ class ManyTiles:
 
     def segments(self, chosen):
         """The Polygons of the labels where `chosen` [n] is true, in pixels, clipped to their canvases."""
-        points, counts = (np.concatenate(arrays) for arrays in zip(*self.polygons, strict=True))
+        points = np.concatenate([polygons.points for polygons in self.polygons])
+        counts = np.concatenate(self.counts)
         points, counts = points.compress(chosen.repeat(counts), 0), counts.compress(chosen)
         shift, size = self.places.compress(chosen, 1).repeat(counts, 1).reshape(2, 2, -1)
         points = points.T * size
         points += shift
         points = points - self.windows.compress(chosen, 1).repeat(counts, 1)  # in float64 from here on
         return Polygons(np.minimum(np.maximum(points, 0, out=points), self.side, out=points).T, counts)
+
+
+def tile_numbers(canvases):
+    """The number of its canvas for each tile of `canvases` [n], and image, x, y, width and height [5 x n]."""
+    tiles = np.fromiter(chain.from_iterable(chain.from_iterable(canvas.tiles for canvas in canvases)), np.int64)
+    counts = [len(canvas.tiles) for canvas in canvases]
+    return np.arange(len(canvases)).repeat(counts), tiles.reshape(-1, 5).T
 
 
 def outlines(polygons, layer, affines, scaling, shift):
