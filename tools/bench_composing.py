@@ -41,7 +41,7 @@ from utils.data.fast.deferred import DeferredDataset, steps_bytes
 from utils.data.fast.shm_batches import choose_micro_batch
 from utils.data.gpu.compose import ComposedBatch, composes, open_composing
 from utils.data.gpu.host_memory import HostMemory
-from utils.data.gpu.recipes import RECIPE, RecipeDataset, finished
+from utils.data.gpu.recipes import RECIPE, RecipeDataset
 from utils.data.gpu.store import ImageStore
 from utils.datasets import LoadImagesAndLabels
 from utils.plots.style import PALETTE, new_figure, save_figure, set_title, whole_numbers
@@ -100,7 +100,7 @@ def sample_costs(dataset, options):
                         form.begin(form.steps_place[0])
                     samples.append(form[k % len(form)][1])
                 if name == "--cache-images gpu":
-                    finished(samples, 0, form.steps_place[: len(samples)], dataset.image_store.offsets)
+                    form.finish(samples, 0, form.steps_place[: len(samples)])
             costs[name].append(1e3 * (time.thread_time() - began) / options.samples)
     return costs
 
@@ -124,7 +124,7 @@ def kernel_times(dataset, options, place):
         seed_generators(1, k)
         worker.new_image = lambda shape, dtype, k=k: pixels[k]
         samples.append(worker[k % len(worker)][1])
-    finished(samples, 0, recipes, dataset.image_store.offsets)
+    worker.finish(samples, 0, recipes)
     batch = ComposedBatch(torch.from_numpy(pixels), torch.from_numpy(recipes), dataset.image_store)
     room, times = rooms_on("cuda"), []
     launch = batch.uploaded(room)

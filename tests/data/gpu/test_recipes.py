@@ -10,38 +10,56 @@ import torch
 from tests.data.gpu.configurations import CONFIGURATIONS, dataset_of
 from utils.data.affine import Affine
 from utils.data.gpu.recipes import HEADER, LAYER, OBJECT, RECIPE, TILE, DrawnImage, RecipeDataset, write_recipes
-from utils.data.gpu.targets import finished_targets
 from utils.data.mosaic import Mosaic, Tile
 from utils.data.transforms import Colours
 from utils.datasets import LoadImagesAndLabels
 from utils.system.random_state import seed_generators
 
 
-class MadeOnTheHost(RecipeDataset):
-    """Hands over what its drawn images would be."""
-
-    def pixels(self, img):
-        return LoadImagesAndLabels.pixels(self, np.asarray(img))
-
-
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_the_same_samples(name, folder):
     changes, options = CONFIGURATIONS[name]
     dataset = dataset_of(folder, changes, **options)
-    recipes = MadeOnTheHost(dataset)
-    wanted, late = [], []
+    drawn = RecipeDataset(dataset)
+    wanted, together, recipes = [], [], np.zeros((len(dataset), RECIPE), np.uint8)
     for index in range(len(dataset)):
-        samples = []
-        for form in (dataset, recipes):
-            seed_generators(5, index)
-            samples.append((*form[index], random.random(), np.random.random()))
-        (image, rows, *rest), (other, waiting, *more) = samples
-        assert image.numpy().tobytes() == other.tobytes() and rest == more
-        assert finished_targets([waiting.targets]).tobytes() == rows.numpy().tobytes()
+        seed_generators(5, index)
+        image, rows, *rest = dataset[index]
+        after = random.random(), np.random.random()
+        seed_generators(5, index)
+        _, sample, *more = drawn[index]
+        targets = drawn.finish([sample], 0, recipes[:1])
+        assert (random.random(), np.random.random()) == after
+        assert pixels(sample).tobytes() == image.numpy().tobytes() and rest == more
+        assert targets.tobytes() == rows.numpy().tobytes()
         rows[:, 0] = index
-        wanted.append(rows)
-        late.append(waiting.targets)
-    assert finished_targets(late).tobytes() == torch.cat(wanted).numpy().tobytes(), "all at once"
+        wanted.append((image, rows))
+        seed_generators(5, index)
+        together.append(drawn[index][1])
+    images, rows = zip(*wanted, strict=True)
+    assert drawn.finish(together, 0, recipes).tobytes() == torch.cat(rows).numpy().tobytes(), "all at once"
+    assert all(
+        pixels(sample).tobytes() == image.numpy().tobytes() for sample, image in zip(together, images, strict=True)
+    )
+
+
+def pixels(sample):
+    """The image [3 x h x w: RGB] of a sample, made on the host."""
+    return np.ascontiguousarray(np.asarray(sample.image)[..., ::-1].transpose(2, 0, 1))
+
+
+def test_without_a_seed_no_numbers_are_drawn_twice(folder):
+    """Objects are pasted in after the next samples are drawn, from a state of before."""
+    drawn = RecipeDataset(dataset_of(folder, {"paste_in": 1, "mosaic": 1, "degrees": 0, "shear": 0}))
+    random.seed(1)
+    samples = [drawn[k][1] for k in range(3)]
+    states = [sample.generator for sample in samples]
+    drawn.finish(samples, 0, np.zeros((3, RECIPE), np.uint8))
+    numbers = []
+    for state in [*states, random.getstate()]:
+        random.setstate(state)
+        numbers.append(random.random())
+    assert len(set(numbers)) == 4
 
 
 def test_a_recipe_by_hand(folder):

@@ -6,7 +6,6 @@ The bytes are those that the data set itself makes on the host, which is tried o
 import logging
 import random
 from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -18,7 +17,7 @@ from utils.data.dataset import LoadImagesAndLabels
 from utils.data.fast.deferred import rounding_mode
 from utils.data.fast.device_augment import agrees_with_table, conversion_tables
 from utils.data.fast.shm_batches import LateSteps
-from utils.data.gpu.recipes import OBJECT, RECIPE, START, USED, DrawnImage, RecipeDataset, finished, write_recipes
+from utils.data.gpu.recipes import OBJECT, RECIPE, START, USED, DrawnImage, RecipeDataset, write_recipes
 from utils.data.gpu.store import ImageStore
 from utils.data.mosaic import draw_mosaic4, draw_mosaic9
 from utils.data.transforms import Colours
@@ -94,7 +93,7 @@ def open_composing(dataset: LoadImagesAndLabels, with_groups: bool) -> LateSteps
         return None
     return LateSteps(
         RECIPE, RecipeDataset, lambda pixels, recipes: ComposedBatch(pixels, recipes, store),
-        finish=partial(finished, offsets=store.offsets),
+        at_once=True,
     )  # fmt: skip
 
 

@@ -21,14 +21,13 @@ step is asked for that no kernel makes with the same bytes (perspective, copy-pa
 import math
 import random
 import struct
-from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
 
 from utils.data.affine import draw_affine, make_matrices
 from utils.data.dataset import LoadImagesAndLabels
-from utils.data.gpu.targets import LateTargets, finished_targets, tile_numbers, warped_labels
+from utils.data.gpu.targets import targets_of, tile_numbers, warped_labels
 from utils.data.mosaic import Mosaic, Tile, draw_mosaic4, draw_mosaic9, load_mosaic9
 from utils.data.paste import paste_visible, pastein
 from utils.data.pixel_ops import blended
@@ -45,18 +44,25 @@ KEPT = 2**24  # bytes
 NO_LABELS = np.zeros((0, 5), np.float32)
 
 
-class DrawnSample(NamedTuple):
-    """What a sample has in the place of its targets: its image, a DrawnImage or its pixels, and LateTargets."""
+class DrawnSample:
+    """What a sample has in the place of its targets, to be completed by `RecipeDataset.finish`.
 
-    image: Any
-    targets: LateTargets
+    `image` is a DrawnImage, or its pixels; `labels` [n x 5: class, x1, y1, x2, y2], None for those of the layers;
+    `place` the pixels' place in the batch; `generator` the state of Python's, if objects are still to be pasted in.
+    """
+
+    __slots__ = ("flips", "generator", "image", "labels", "place")
+
+    def __init__(self, image, labels):
+        self.image, self.labels, self.flips = image, labels, [False, False]
+        self.place = self.generator = None
 
 
 class RecipeDataset(LoadImagesAndLabels):
     """`dataset`, whose `image_store` a kernel reads: its samples have a DrawnSample in the place of their targets.
 
-    Recipes and labels are those of a whole micro-batch at once (`finished`), but for labels that are needed before:
-    draws of paste-in depend on them, and what turns or slants is left to the reference.
+    `finish` makes the labels of a whole micro-batch at once. Draws of paste-in depend on them, so there is its place as
+    well. What turns or slants has its labels, from the reference, before.
     """
 
     def __init__(self, dataset):
@@ -66,24 +72,46 @@ class RecipeDataset(LoadImagesAndLabels):
 
     def __getitem__(self, index):
         """The place of the pixels [h x w x 3], DrawnSample, path and shapes; the reference's draws in their order."""
-        index = self.indices[index]
-        shapes, flips = None, [False, False]
+        index, shapes = self.indices[index], None
         if self.mosaic and random.random() < self.hyp["mosaic"]:
             img, labels = (self._drawn_mosaics if self.labels_wait else self._mosaic_sample)(index)
         else:
             img, labels, shapes = self._plain_sample(index)
+        sample = DrawnSample(img, labels)
         if self.augment:
             colours = draw_colours(self.hyp["hsv_h"], self.hyp["hsv_s"], self.hyp["hsv_v"])
             is_pasting = random.random() < self.hyp["paste_in"]
-            img = self.recolour(img, colours, now=is_pasting)
-            if is_pasting:
-                labels = np.concatenate(warped_labels(img.layers)) if labels is None else labels
-                labels = pastein(img, labels, self.samples_to_paste(), self.paste)
-            for axis, key in enumerate(("flipud", "fliplr")):
-                if random.random() < self.hyp[key]:
-                    img, flips[axis] = self.flip(img, axis), True
-        late = LateTargets(labels, img.layers if labels is None else [], img.shape[:2], flips)
-        return self.pixels(img), DrawnSample(img, late), self.img_files[index], shapes
+            sample.image = self.recolour(img, colours, now=is_pasting)
+            if is_pasting and labels is None:
+                sample.generator = random.getstate()
+                random.seed(random.getrandbits(64))  # without --seed, the next sample is not to draw the same numbers
+            else:
+                self._paste_and_flip(sample, is_pasting)
+        sample.place = self.pixels(sample.image)
+        return sample.place, sample, self.img_files[index], shapes
+
+    def _paste_and_flip(self, sample, is_pasting):
+        if is_pasting:
+            sample.labels = pastein(sample.image, sample.labels, self.samples_to_paste(), self.paste)
+        for axis, key in enumerate(("flipud", "fliplr")):
+            if random.random() < self.hyp[key]:
+                sample.image, sample.flips[axis] = self.flip(sample.image, axis), True
+
+    def finish(self, samples, first, recipes):
+        """Write the `recipes` [n x RECIPE] of DrawnSamples, and return their targets [n x 6], numbered from `first`."""
+        waiting = [sample for sample in samples if sample.labels is None]
+        made = iter(warped_labels([layer for sample in waiting for layer in sample.image.layers]))
+        for sample in waiting:
+            parts = [next(made) for _ in sample.image.layers]
+            sample.labels = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        for sample in samples:
+            if sample.generator:
+                random.setstate(sample.generator)
+                self._paste_and_flip(sample, is_pasting=True)
+                if not sample.image.write_objects(sample.place):
+                    sample.place[:] = sample.image
+        write_recipes([sample.image for sample in samples], recipes, self.image_store.offsets)
+        return targets_of(samples, first)
 
     def _drawn_mosaics(self, index):
         """As `_mosaic_sample`, with None for the labels."""
@@ -206,18 +234,11 @@ class DrawnImage:
         return True
 
 
-def finished(samples, first, recipes, offsets):
-    """Write the `recipes` [n x RECIPE] of DrawnSamples, and return their targets [n x 6], numbered from `first` on.
+def write_recipes(images, recipes, offsets):
+    """Write the `recipes` [n x RECIPE] of images whose objects or pixels have been written.
 
     `offsets` [images] are those of the ImageStore.
     """
-    images, targets = zip(*samples, strict=True)
-    write_recipes(images, recipes, offsets)
-    return finished_targets(targets, first)
-
-
-def write_recipes(images, recipes, offsets):
-    """Write the `recipes` [n x RECIPE] of images whose objects or pixels are written; `offsets` as above."""
     layers, places = [], []  # and in which byte of the recipes each of them begins
     for start, image in zip(range(0, recipes.size, RECIPE), images, strict=True):
         if not isinstance(image, DrawnImage) or image.used is None:

@@ -7,7 +7,6 @@ Coordinates are rows of the arrays here, labels and points are columns: NumPy is
 """
 
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 
@@ -18,28 +17,15 @@ from utils.ops.polygons import MAX_VERTICES, Polygons, outline_boxes
 LEAST_SIDE = 1  # pixels that show of the sides of a box, or it is not looked at; box_candidates asks for two
 
 
-class LateTargets(NamedTuple):
-    """Of a sample: its `labels` [n x 5: class, x1, y1, x2, y2], or None for those of `layers` [(Mosaic, Affine)].
-
-    `shape` (height, width) is its image's, `flips` tell whether that is upside down and mirrored.
-    """
-
-    labels: np.ndarray | None
-    layers: list
-    shape: tuple
-    flips: list
-
-
-def finished_targets(samples, first=0):
-    """The targets [n x 6: number, class, x, y, w, h normalised] of LateTargets, which are numbered from `first` on."""
-    made = iter(warped_labels([layer for sample in samples for layer in sample.layers]))
-    labels = [[next(made) for _ in sample.layers] if sample.layers else [sample.labels] for sample in samples]
-    counts = [sum(map(len, parts)) for parts in labels]
+def targets_of(samples, first=0):
+    """The targets [n x 6: number, class, x, y, w, h normalised] of DrawnSamples with labels, numbered from `first`."""
+    labels = [sample.labels for sample in samples]
+    counts = list(map(len, labels))
     targets = np.empty((sum(counts), 6), np.float32)
     targets[:, 0] = np.arange(first, first + len(samples)).repeat(counts)
-    np.concatenate([part for parts in labels for part in parts], out=targets[:, 1:])
+    np.concatenate(labels, out=targets[:, 1:])
     targets[:, 2:] = xyxy2xywh(targets[:, 2:])
-    targets[:, 2:] /= np.array([sample.shape[::-1] * 2 for sample in samples], np.float32).repeat(counts, 0)
+    targets[:, 2:] /= np.array([sample.image.shape[1::-1] * 2 for sample in samples], np.float32).repeat(counts, 0)
     for axis, column in enumerate((3, 2)):
         rows = np.array([sample.flips[axis] for sample in samples]).repeat(counts)
         targets[rows, column] = 1 - targets[rows, column]
