@@ -81,6 +81,21 @@ def test_boxes_equal_those_of_all_points_when_scaled_and_shifted(dtype, scale_x,
     assert 20 < hidden.sum() < 280
 
 
+@pytest.mark.parametrize("shift", [0.0, 0.3])
+def test_boxes_of_edges_along_the_border(shift):
+    """They change by so little that rounding decides which of their points are inside."""
+    rng, polygons = np.random.default_rng(6), []
+    for k in range(400):
+        points = rng.uniform(-30, 130, (rng.integers(2, 60), 2))
+        border = (0, (100, 80)[k % 2])[k // 2 % 2] - shift
+        points[:, k % 2] = border + rng.choice([0, 1e-14, 1e-13, 1e-11, 1e-8, 1e-5]) * rng.uniform(-1, 1, len(points))
+        polygons.append(points)
+    warp = Affine(np.array([[1, 0, shift], [0, 1, shift], [0, 0, 1]]), 1.0, 100, 80, False)
+    boxes = warp.polygon_boxes(polygons)
+    assert np.array_equal(boxes, direct_boxes(warp, polygons))
+    assert 10 < (boxes == 0).all(1).sum() < 100
+
+
 def test_boxes_equal_those_of_all_points_when_turned():
     """Rounding along an edge may then differ in the last place."""
     polygons = random_polygons(np.random.default_rng(4), 300, np.float32)
