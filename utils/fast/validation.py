@@ -66,9 +66,8 @@ class FastValidation:
         layout = torch.contiguous_format
         if weight.device.type == "cuda":  # `model` is a copy, or was loaded to be scored
             layout = torch.channels_last
-            model = model.to(memory_format=layout)
-        if model is not self.model:  # mostly it is one and the same, with new weights
-            self.model, self.network = model, self.fuse(model).eval()
+        if model is not self.model:  # mostly it is one and the same, with new weights where the old ones were
+            self.model, self.network = model, self.fuse(model.to(memory_format=layout)).eval()
         self.loss = _batched(compute_loss)
         with without_search():
             found, losses = self._pass(weight, loader, layout, conf_thres, iou_thres, single_cls)

@@ -74,6 +74,17 @@ def test_batches_that_cannot_stay(case, validation, monkeypatch, caplog):
     assert caplog.messages[-1] == f"val: batches: 0.3 MB are made anew each time: {said[case]}"
 
 
+def test_unasked_they_stay_in_a_share_of_the_host_memory(validation, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    loader = validation()
+    num_bytes = kept_batches.bytes_of_batches(loader.dataset)
+    simulate(monkeypatch, 10**9, 4 * num_bytes - 4)
+    assert kept(loader, is_asked=False) is loader
+    simulate(monkeypatch, 10**9, 4 * num_bytes)
+    assert isinstance(kept(loader, is_asked=False), KeptBatches)
+    assert "stay in page-locked memory" in caplog.messages[-1] and "left to training" in caplog.messages[-1]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("on_card", [10**9, 0])
 def test_on_a_gpu(on_card, validation, monkeypatch):

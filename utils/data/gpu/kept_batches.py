@@ -17,6 +17,9 @@ from utils.system.memory import describe_bytes
 logger = logging.getLogger(__name__)
 
 
+UNASKED_SHARE = 0.25  # of the free memory of the host, for batches that nobody has asked to keep
+
+
 class KeptBatches:
     """The batches of `loader`, whose images [b x 3 x h x w] have their place in `pixels` uint8 [bytes] from then on.
 
@@ -47,12 +50,16 @@ class KeptBatches:
             loader.close()
 
 
-def keep(loader: Any, *, device: torch.device, step_cost: Callable[[], tuple]) -> Any:
-    """`loader` as KeptBatches on the card, or in page-locked memory; itself where neither has room."""
+def keep(loader: Any, *, device: torch.device, step_cost: Callable[[], tuple], is_asked: bool = True) -> Any:
+    """`loader` as KeptBatches on the card, or in page-locked memory; itself where neither has room.
+
+    The card is for what the user has asked to be there: to know its room takes time.
+    """
     num_bytes = bytes_of_batches(loader.dataset)
-    on_card, why = room_on_card(device, num_bytes, step_cost)
+    on_card, why = room_on_card(device, num_bytes, step_cost) if is_asked else (0, "the card is left to training")
+    on_host = room_on_host() * (1 if is_asked else UNASKED_SHARE)
     problems, size = [why], describe_bytes(num_bytes)
-    for place in possible_places(num_bytes, on_card, room_on_host(), workers_read=False):
+    for place in possible_places(num_bytes, on_card, on_host, workers_read=False):
         try:
             memory = HostMemory(num_bytes) if place != CARD else None
             if memory is None:
