@@ -46,21 +46,20 @@ def main():
             line = [sys.executable, __file__, *sys.argv[1:], "--child", str(result), "--data", str(data)]
             subprocess.run([*line, f"--flags={variant.strip()}"], check=True, timeout=options.timeout)
             rows[variant.strip()] = json.loads(result.read_text())
-    text = table(rows, options)
-    print(text)
-    Path(options.out).mkdir(parents=True, exist_ok=True)
-    (Path(options.out) / "table.md").write_text(text + "\n")
+            Path(options.out).mkdir(parents=True, exist_ok=True)
+            (Path(options.out) / "table.md").write_text(table(rows, options) + "\n")
+    print(table(rows, options))
 
 
 def measure(options):
-    """Seconds {part: [of each change]}."""
+    """Seconds {part: of the change}, and of the epoch before it, for each change."""
     from pkgutil import resolve_name
 
     import train
     from utils.config.options import train_parser
     from utils.run import entry
 
-    now, spans, ended = time.perf_counter, defaultdict(list), []
+    now, changes, spans, ended = time.perf_counter, [], defaultdict(float), []
 
     def around(name, part):
         owner, _, attribute = name.replace(":", ".").rpartition(".")
@@ -72,7 +71,7 @@ def measure(options):
             try:
                 return original(*args, **kwargs)
             finally:
-                spans[part].append(now() - start)
+                spans[part] += now() - start
 
         return mock.patch.object(owner, attribute, timed)
 
@@ -82,7 +81,9 @@ def measure(options):
         def watched(*args):
             nonlocal first
             if first and ended:
-                spans["all"].append(now() - ended[-1])
+                changes.append({"all": now() - ended[-1], **spans})
+            if first:
+                spans.clear()
             first = False
             return step(*args)
 
@@ -90,7 +91,7 @@ def measure(options):
             began = now()
             rates = train_one_epoch(epoch, num_batches, batches, steps, report)
         ended.append(now())  # the last losses have been waited for
-        spans["epoch"].append(ended[-1] - began)
+        spans["epoch"] = ended[-1] - began
         return rates
 
     train_one_epoch = train.train_one_epoch
@@ -103,7 +104,7 @@ def measure(options):
         for part, name in PARTS.items():
             stack.enter_context(around(name, part))
         entry.run(train.main, train_parser().parse_args(line))
-    return spans
+    return changes
 
 
 def write_data(folder, options):
@@ -150,17 +151,15 @@ def table(rows, options):
     import torch
 
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    parts = [part for part in ("all", *PARTS, "epoch") if any(seconds.get(part) for seconds in rows.values())]
+    parts = [part for part in ("all", *PARTS, "epoch") if any(part in changes[-1] for changes in rows.values())]
     lines = [f"{machine}, torch {torch.__version__}; {options.cfg}, {options.img} px, batch {options.batch}, "
              f"{options.images} images, {options.val_images} to validate; ms", "",
              "| | " + " | ".join(parts) + " |", "|---" * (len(parts) + 1) + "|"]  # fmt: skip
-    for name, seconds in rows.items():
+    for name, changes in rows.items():
         cells = []
         for part in parts:
-            values = [
-                1e3 * value for value in seconds.get(part, [])[min(WARM_UP, options.epochs - 2) : options.epochs - 1]
-            ]
-            cells.append(f"{statistics.median(values):.0f} ({min(values):.0f}-{max(values):.0f})" if values else "-")
+            values = [1e3 * change.get(part, 0) for change in changes[min(WARM_UP, len(changes) - 1) :]]
+            cells.append(f"{statistics.median(values):.0f} ({min(values):.0f}-{max(values):.0f})")
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
