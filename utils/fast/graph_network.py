@@ -5,8 +5,8 @@ run. The batches of a validation set are the same in each epoch, so the host sta
 reads lies where it lay at the capture: images are copied there, and so are the weights of each epoch, because one and
 the same copy of the average is evaluated (`KeptHalfCopy`). All that is made of weights is made within the graph.
 
-To capture a shape costs about what some ten ordinary passes do. So it happens when the shape comes for the fourth time:
-in the first epoch where most batches are alike, in the fourth for a shape of one batch, never in a run that is shorter.
+To capture a shape costs more than an ordinary pass. So it happens when the shape comes for the fourth time: in the
+first epoch where many batches are alike, in the fourth for a shape of one batch, and never in a run that is shorter.
 The graphs share one pool of memory and one place for images: they run one after the other, and what one has put out is
 read before the next one runs.
 """
