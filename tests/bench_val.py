@@ -6,9 +6,9 @@
 5,000 drawn pictures of four shapes (copies of 250), kept in RAM; --cache-images gpu keeps the batches on the device.
 Without --weights the model is an untrained yolov7-tiny whose objectness is shifted until an image has about
 --candidates boxes above the threshold. The reference runs once, the others until every shape has its graph, and then
---repeats times in turns; medians with the extremes. `warm-up` is its longest pass, in which graphs are captured; `share`
-is the part of an epoch of 118,287 images, trained at --rate images a second, that a validation of 5,000 is. The parts of
-the fast sides are timed in a further pass, which waits for the device after each.
+--repeats times in turns; medians with the extremes. `warm-up` is its longest pass, in which graphs are captured;
+`share` is the part of an epoch of 118,287 images, trained at --rate images a second, that a validation of 5,000 is.
+The parts of the fast sides are timed in a further pass, which waits for the device after each.
 """
 
 import argparse
@@ -187,7 +187,8 @@ def show(options, device, first, longest, taken, of_parts):
         losses = ", ".join(f"{value:.6g}" for value in results[4:])
         lines.append(
             f"| {name} | {middle:.3f} ({min(seconds):.3f}-{max(seconds):.3f}) | {first[name][0]:.2f} | "
-            f"{longest[name]:.2f} | {100 * scaled / (scaled + epoch):.1f} % | {results[2]:.9f} | {results[3]:.9f} | {losses} |"
+            f"{longest[name]:.2f} | {100 * scaled / (scaled + epoch):.1f} % | {results[2]:.9f} | "
+            f"{results[3]:.9f} | {losses} |"
         )
     for name, seconds in of_parts.items():
         lines += ["", f"{name}, by part [s]: " + ", ".join(f"{part} {value:.3f}" for part, value in seconds.items())]
