@@ -1,5 +1,6 @@
 """--fast-val against engine.evaluate: the same model and loader, equal scores; and a run that uses it."""
 
+from copy import deepcopy
 from types import SimpleNamespace
 
 import cv2
@@ -81,6 +82,15 @@ def test_a_model_is_fused_once_and_may_read_bytes(case):
     expected = FastValidation()(model, loader, 2, compute_loss=compute_loss)
     assert all(quick(model, loader, 2, compute_loss=compute_loss).results == expected.results for _ in range(2))
     assert len(fused) == 1 and len(sizes) == 2 * len(loader)
+
+
+def test_on_a_cpu_the_average_itself_stays_as_it_is(case):
+    """Its tensors may lie in flat ones (FlatAverage)."""
+    model, loader, _ = case
+    model = deepcopy(model).to(memory_format=torch.channels_last)
+    before = [(tensor.data_ptr(), tensor.stride()) for tensor in model.state_dict().values()]
+    FastValidation()(model, loader, 2)
+    assert [(tensor.data_ptr(), tensor.stride()) for tensor in model.state_dict().values()] == before
 
 
 def test_without_a_loss(case):

@@ -63,11 +63,11 @@ class FastValidation:
     ):  # fmt: skip
         """As `evaluate` with the same arguments; returns an Evaluation."""
         weight = next(model.parameters())
-        layout = torch.contiguous_format
-        if weight.device.type == "cuda":  # `model` is a copy, or was loaded to be scored
-            layout = torch.channels_last
+        layout = torch.channels_last if weight.is_cuda else torch.contiguous_format
         if model is not self.model:  # mostly it is one and the same, with new weights where the old ones were
-            self.model, self.network = model, self.fuse(model.to(memory_format=layout)).eval()
+            if weight.is_cuda:  # it is a copy, or was loaded to be scored; on a CPU it is the average itself
+                model.to(memory_format=layout)
+            self.model, self.network = model, self.fuse(model).eval()
         self.loss = _batched(compute_loss)
         with without_search():
             found, losses = self._pass(weight, loader, layout, conf_thres, iou_thres, single_cls)
