@@ -33,9 +33,9 @@ class DetectionLayer(nn.Module):
         maps = self._maps(x)
         return maps + self._auxiliary(x) if self.training or self.export else self.eval_output(maps)
 
-    def eval_output(self, maps):
-        """The eval output, from what `_maps` returned."""
-        boxes = self._boxes(maps)
+    def eval_output(self, maps, decode=None):
+        """The eval output, from what `_maps` returned. `decode` may take the place of `_decode_all`."""
+        boxes = self._boxes(maps, decode or self._decode_all)
         if self.end2end:
             return boxes
         if self.include_nms:
@@ -50,8 +50,8 @@ class DetectionLayer(nn.Module):
         """Further maps, for training only."""
         return []
 
-    def _boxes(self, maps):
-        """Boxes [b x n x 5+nc] of what `_maps` returned."""
+    def _boxes(self, maps, decode):
+        """Boxes [b x n x 5+nc] of what `_maps` returned; `decode` makes those of one map per level."""
         raise NotImplementedError
 
     def level_maps(self, output):

@@ -58,8 +58,8 @@ class Detect(DetectionLayer):
     def _lead(self, level, features):
         return self.m[level](features)
 
-    def _boxes(self, maps):
-        return self._decode_all(maps)
+    def _boxes(self, maps, decode):
+        return decode(maps)
 
     def output_biases(self):
         return self._biases_of(self.m)

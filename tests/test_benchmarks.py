@@ -20,6 +20,10 @@ SMALL = {  # options, and patterns of what they have to print
         "--images 8 --img 64 --batch 4 --repeats 1 --workers 1 --candidates 20 --device cpu",
         [r"\| reference \|", r"\| --fast-val \|", *(rf"--fast-val, by part.* {part} \d" for part in PARTS)],
     ),
+    "tests/bench_epoch_change.py": (
+        "--images 8 --val-images 8 --img 64 --batch 4 --epochs 3 --device cpu --variants=--fast",
+        [r"\| all .*\| validation .*\| snapshot", r"\| `--fast` \| [1-9]"],
+    ),
     "tests/bench_detect.py": (
         "--images 6 --img 64 --batch 4 --repeats 1 --candidates 20 --device cpu --save",
         [r"\| one by one \|", r"\| detect.py, batch 1 \|", r"\| detect.py, batch 4 \|"],

@@ -132,6 +132,15 @@ def compute_losses():
         compute_loss(maps, case.targets, case.images)[0].backward()
 
 
+def decode_boxes():
+    from models.fused import boxes
+
+    head = SimpleNamespace(anchor_grid=torch.zeros(1, 1, 3, 1, 1, 2, dtype=torch.float16), stride=torch.tensor([8.0]))
+    boxes.decode_all(
+        head, [torch.zeros(2, 4, 4, 256, dtype=torch.float16)[..., :255].unflatten(3, (3, 85)).movedim(3, 1)]
+    )
+
+
 def suppress_boxes():
     from utils.fast import nms_triton
 
@@ -145,6 +154,7 @@ LAUNCHES = {
     "sums": add_maps,
     "pools": pool_and_upsample,
     "stem": first_convolution,
+    "boxes": decode_boxes,
     "augmentation": augment_a_batch,
     "composing": compose_a_batch,
     "losses": compute_losses,

@@ -27,6 +27,7 @@ def simulated_card(monkeypatch):
     for name in ("why_no_images", "why_not_kept"):
         monkeypatch.setattr(fast_paths, name, lambda *_: None)
     monkeypatch.setattr(auto_batch, "step_cost", lambda run, build_model: (0, 1e-4))
+    monkeypatch.setattr(kept_batches, "room_unasked", lambda device: (0, "simulated"))
 
     def simulate(on_card=MANY, on_host=MANY, refusal=None):
         asked = store_cases.simulate(monkeypatch, on_card, on_host, refusal)
@@ -183,7 +184,7 @@ def train_both_ways(line, rank):
         asked = simulated_card(patch)(0)
         for name, more in (("files", ()), ("gpu", ("--cache-images", "gpu"))):
             train.main(train.train_parser().parse_args([*line, "--name", name, *more]))
-    small, _, large = asked.locked  # second: the batches of its share of the validation
+    _, small, _, large = asked.locked  # first and third: the batches of its share of the validation, of both runs
     assert large == 4 * small == 10 * 3 * 64**2
 
 

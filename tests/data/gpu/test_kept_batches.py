@@ -74,6 +74,22 @@ def test_batches_that_cannot_stay(case, validation, monkeypatch, caplog):
     assert caplog.messages[-1] == f"val: batches: 0.3 MB are made anew each time: {said[case]}"
 
 
+def test_unasked_they_take_a_share_of_the_memory(validation, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    loader = validation()
+    num_bytes = kept_batches.bytes_of_batches(loader.dataset)
+
+    def keep_with(on_card, on_host):
+        simulate(monkeypatch, 10**12, on_host)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10**12, on_card))
+        return kept(loader, is_asked=False)
+
+    assert keep_with(49 * num_bytes, 3 * num_bytes) is loader
+    assert isinstance(keep_with(49 * num_bytes, 4 * num_bytes), KeptBatches)
+    assert "stay in page-locked memory" in caplog.messages[-1] and "without --cache-images gpu" in caplog.messages[-1]
+    assert isinstance(keep_with(51 * num_bytes, 0), KeptBatches) and "stay on the GPU" in caplog.messages[-1]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("on_card", [10**9, 0])
 def test_on_a_gpu(on_card, validation, monkeypatch):

@@ -17,6 +17,10 @@ from utils.system.memory import describe_bytes
 logger = logging.getLogger(__name__)
 
 
+# What batches take that nobody has asked to keep: at most these shares of the card, and of the host's free memory
+UNASKED_ON_CARD, UNASKED_ON_HOST = 0.02, 0.25
+
+
 class KeptBatches:
     """The batches of `loader`, whose images [b x 3 x h x w] have their place in `pixels` uint8 [bytes] from then on.
 
@@ -47,12 +51,13 @@ class KeptBatches:
             loader.close()
 
 
-def keep(loader: Any, *, device: torch.device, step_cost: Callable[[], tuple]) -> Any:
+def keep(loader: Any, *, device: torch.device, step_cost: Callable[[], tuple], is_asked: bool = True) -> Any:
     """`loader` as KeptBatches on the card, or in page-locked memory; itself where neither has room."""
     num_bytes = bytes_of_batches(loader.dataset)
-    on_card, why = room_on_card(device, num_bytes, step_cost)
+    on_card, why = room_on_card(device, num_bytes, step_cost) if is_asked else room_unasked(device)
+    on_host = room_on_host() * (1 if is_asked else UNASKED_ON_HOST)
     problems, size = [why], describe_bytes(num_bytes)
-    for place in possible_places(num_bytes, on_card, room_on_host(), workers_read=False):
+    for place in possible_places(num_bytes, on_card, on_host, workers_read=False):
         try:
             memory = HostMemory(num_bytes) if place != CARD else None
             if memory is None:
@@ -67,6 +72,13 @@ def keep(loader: Any, *, device: torch.device, step_cost: Callable[[], tuple]) -
         problems.append(problem)
     logger.info("val: batches: %s are made anew each time: %s", size, "; ".join(problems))
     return loader
+
+
+def room_unasked(device: torch.device) -> tuple[float, str]:
+    """Bytes of the card that are taken without a measurement of what training takes, and how that was found."""
+    free, total = torch.cuda.mem_get_info(device)
+    room = min(UNASKED_ON_CARD * total, free)
+    return room, f"{describe_bytes(room)} of the GPU are taken without --cache-images gpu"
 
 
 def bytes_of_batches(dataset: LoadImagesAndLabels) -> int:
