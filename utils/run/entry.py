@@ -17,6 +17,7 @@ from tqdm import tqdm
 from utils.system.children import end_with_starter
 from utils.system.distributed import lost_process
 from utils.system.files import folded, printable
+from utils.system.memory import is_out_of_memory
 from utils.system.streams import LastingStream, keep_streams, wants_traceback
 
 # Modules whose warnings are about this process and its batches; what the others warn of is the same in every process.
@@ -104,13 +105,6 @@ def _check_working_directory():
         raise ValueError("the folder that this was started in has been removed; go to another one") from error
 
 
-def is_out_of_memory(error):
-    """Whether the GPU, or one of its libraries, or the host had no memory left."""
-    signs = ("CUDA error: out of memory", "STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate memory",
-             "DefaultCPUAllocator: not enough memory")  # fmt: skip
-    return type(error).__name__ == "OutOfMemoryError" or any(sign in str(error) for sign in signs)
-
-
 def out_of_memory(error, opt):
     """What to tell the user: what was asked for, and what needs less."""
     place = "the host" if "DefaultCPUAllocator" in str(error) else "the GPU"
@@ -119,7 +113,8 @@ def out_of_memory(error, opt):
     asked = f"batch size {getattr(opt, 'total_batch_size', getattr(opt, 'batch_size', '?'))} and image size {size}"
     if getattr(opt, "resume", False):  # its options are in its own opt.yaml
         asked = "the batch and image size of the resumed run"
-    advice = "a smaller --batch-size, a smaller --img-size"
+    of_validation = " (--test-batch-size if it was a validation)" * hasattr(opt, "test_batch_size")
+    advice = f"a smaller --batch-size{of_validation}, a smaller --img-size"
     if hasattr(opt, "amp"):
         advice += ", or --amp fp16"
     if getattr(opt, "cache_images", None) == "gpu":

@@ -18,6 +18,15 @@ SHARED_MEMORY = Path("/dev/shm")
 MEMORY_LIMITS = (("", "memory.max", "memory.current", "inactive_file"),
                  ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))  # fmt: skip
 
+# What libraries say, beside torch's own class of error, where the GPU or the host has no memory left.
+FULL_SIGNS = ("CUDA error: out of memory", "Triton Error [CUDA]: out of memory", "STATUS_ALLOC_FAILED",
+              "DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")  # fmt: skip
+
+
+def is_out_of_memory(error):
+    """Whether the GPU, or one of its libraries, or the host had no memory left."""
+    return type(error).__name__ == "OutOfMemoryError" or any(sign in str(error) for sign in FULL_SIGNS)
+
 
 def shared_array(shape, dtype):
     """Zeros in memory that processes forked later share. It has no name and no file: nothing of it can be left."""

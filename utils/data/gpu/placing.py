@@ -24,7 +24,7 @@ from utils.data.gpu.store import ImageStore
 from utils.data.image_cache import layout, use_memory_cache, views
 from utils.system import distributed
 from utils.system.cores import usable_cores
-from utils.system.memory import available_memory, describe_bytes
+from utils.system.memory import available_memory, describe_bytes, is_out_of_memory
 from utils.system.random_state import generators_kept
 
 logger = logging.getLogger(__name__)
@@ -212,8 +212,7 @@ def _filled(dataset, place, num_bytes, device, is_shared, title):
 
 def _lack_of_memory(error):
     """What to say of an error that another place for the images may avoid; any other one is raised."""
-    signs = ("out of memory", "can't allocate memory", "not enough memory")  # of torch, for GPU and host
-    if isinstance(error, (MemoryError, OSError)) or any(sign in str(error) for sign in signs):
+    if isinstance(error, (MemoryError, OSError)) or is_out_of_memory(error):
         return f"{type(error).__name__}: {str(error).splitlines()[0]}" if str(error) else type(error).__name__
     raise error
 
