@@ -25,7 +25,6 @@ from functools import partial
 import torch
 
 from utils.fast.train_step import FastSteps
-from utils.loss import batched_assigner
 from utils.loss.batched import grid_shapes
 from utils.ops.cuda_graph import MAX_KEYS, WARM_UP_CALLS, Captured, PaddedSizes, record
 from utils.system.files import counted
@@ -87,7 +86,7 @@ class GraphSteps(FastSteps):
         shape.num_steps += 1
         candidate_sets = self._prepare(batch, shape)
         sizes = [candidates.sizes for candidates in candidate_sets]
-        if shape.num_steps <= WARM_UP_CALLS or shape.padded.is_crowded(sizes, batched_assigner.MAX_PAIRS):
+        if shape.num_steps <= WARM_UP_CALLS or shape.padded.is_crowded(sizes):
             return self._ordinary(batch)
         if shape.captured is None or not shape.padded.fits(sizes):
             candidate_sets = self._capture_for(batch, sizes, shape)
