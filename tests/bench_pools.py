@@ -9,6 +9,7 @@ concatenates.
 """
 
 import argparse
+import logging
 import platform
 import sys
 from pathlib import Path
@@ -21,7 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from models.fused import pools  # noqa: E402  (needs the path above)
 from models.fused import stem as fused_stem  # noqa: E402
 from tests.bench_step import replayed  # noqa: E402
+from tools.experiments import command_line  # noqa: E402
 from utils.fast.prefetcher import as_float  # noqa: E402
+from utils.run import entry  # noqa: E402
 
 # name: batch, image side, channels and side of the pyramid, of 2x2 pooling, of up-sampling, stem (width, stride)
 CASES = {
@@ -144,11 +147,16 @@ def in_words(times):
     return "{:.3f} ({:.3f}-{:.3f})".format(*times) if times else "-"
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=entry.Help)
     parser.add_argument("--rounds", type=int, default=1, help="how often each side is measured, in turns")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    opt = parser.parse_args()
+    parser.add_argument(
+        "--cases", nargs="+", choices=CASES, metavar="CASE", default=list(CASES), help=f"of {', '.join(CASES)}"
+    )
+    return parser.parse_args()
+
+
+def main(opt):
     torch.backends.cudnn.benchmark = True
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Python {platform.python_version()}")
     print("| case | piece | ours, ms | torch, ms |\n|---|---|---|---|")
@@ -161,4 +169,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run_tool(main, parse(), logging.WARNING)

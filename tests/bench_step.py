@@ -33,6 +33,7 @@ from torch.optim.lr_scheduler import LambdaLR
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from models.yolo import Model  # noqa: E402  (needs the path above)
+from tools.experiments import command_line  # noqa: E402
 from utils.config.hyp import load_hyp, scale_hyp  # noqa: E402
 from utils.engine import optimizer as optim  # noqa: E402
 from utils.engine.batches import Batch  # noqa: E402
@@ -42,6 +43,7 @@ from utils.fast.graph_step import GraphSteps  # noqa: E402
 from utils.fast.prefetcher import AHEAD, Prefetcher, as_float  # noqa: E402
 from utils.fast.train_step import FastSteps  # noqa: E402
 from utils.loss import batched, criterion  # noqa: E402
+from utils.run import entry  # noqa: E402
 
 REPLAY = GraphSteps.replay
 ROOT = Path(__file__).resolve().parents[1]
@@ -280,16 +282,18 @@ def in_words(case, kind, path, row):
     )
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=entry.Help)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--short", action="store_true", help="without the slow reference of OTA at large batches")
     parser.add_argument("--seconds", type=float, default=600, help="no row is started after so long")
     parser.add_argument("--paths", nargs="+", help="only these of the paths in the table, and limits")
     parser.add_argument("--amp", default=None, choices=["fp16", "bf16", "off"])
     parser.add_argument("--out", default="runs/bench_step", help="folder of the json and the table")
-    opt = parser.parse_args()
-    logging.basicConfig(level=logging.WARNING)
+    return parser.parse_args()
+
+
+def main(opt):
     device, started = torch.device(opt.device), time.perf_counter()
     torch.backends.cudnn.benchmark = True
     title = f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}, torch {torch.__version__}, "
@@ -330,4 +334,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run_tool(main, parse(), logging.WARNING)

@@ -1,11 +1,14 @@
-"""Where the seconds of a short run go: from the command to the first step, and from the last step to the prompt.
+"""Where the seconds of a short run go: to the first step, and from the last one.
 
-    python tests/profile_start.py                        # tiny, 320 px, batch 384, 2 epochs of 4 steps
-    python tests/profile_start.py --batch 4 --images 16 --device cpu --variants "off, --fast"
+    python tests/profile_start.py      # tiny, 320 px, batch 384, 2 epochs
+    python tests/profile_start.py --batch 4 --images 16 --device cpu \\
+        --variants "off, --fast"
 
-Each variant runs twice, as processes of their own: cold (no label cache, an empty TRITON_CACHE_DIR) and warm. A row is
-a phase: when it began, in seconds since the command, and how long it took; what lies inside another is indented, what
-another thread does is "beside". The first steps are waited for, so that each shows its own work.
+Each variant runs twice, as processes of their own: cold (no label cache, an
+empty TRITON_CACHE_DIR) and warm. A row is a phase: when it began, in seconds
+since the command, and how long it took; what lies inside another is indented,
+what another thread does is "beside". The first steps are waited for, so that
+each shows its own work.
 """
 
 import argparse
@@ -218,11 +221,7 @@ def table(spans):
     return "\n".join(["   begin  seconds", *lines, f"first step done {first:.2f}, all {rows[-1][2]:.2f}"])
 
 
-def main():
-    options = parse()
-    if options.child:
-        child(options)
-        return
+def main(options):
     from tests.profile_training_loop import write_data
 
     with tempfile.TemporaryDirectory() as folder:
@@ -261,4 +260,10 @@ def parse():
 
 
 if __name__ == "__main__":
-    main()
+    options = parse()
+    if options.child:
+        child(options)
+    else:  # its imports would be missing in what a child measures
+        from tools.experiments import command_line
+
+        command_line.run_tool(main, options)

@@ -328,7 +328,7 @@ def test_docker_stop_leaves_a_video_that_plays(weights, tmp_path):
         time.sleep(1)  # a second of video
         program.send_signal(signal.SIGTERM)
         said += program.communicate(timeout=60)[0]
-    assert program.returncode == 130 and "Interrupted: " in said
+    assert program.returncode == 143 and "Interrupted: " in said
     assert f"{address} is lost" in said and f"{address} is back" in said
     (video,) = (tmp_path / "out").glob("*.mp4")
     count, fps = frames_of(video)

@@ -4,8 +4,8 @@ The plain form does every step the direct way, as stock YOLOv7 does: masks of pa
 objects cut out at once, every image of a mosaic decoded, one polygon after the other, mixup in floating point.
 Both make the same draws, so their samples must be equal, which is checked, too.
 
-    python tools/bench_samples.py                     # 320 and 640 px, p5 and tiny hyper-parameters
-    python tools/bench_samples.py --samples 320 --repeats 5 --sizes 640 --cache --boxes
+    python tools/bench_samples.py           # 320 and 640 px, p5 and tiny
+    python tools/bench_samples.py --samples 320 --sizes 640 --cache --boxes
 
 "in a batch" is ours once more, written into a buffer that is there already, as the workers of --worker-tensor do it.
 
@@ -35,6 +35,7 @@ from utils.config.hyp import load_hyp
 from utils.data import affine, mosaic, paste
 from utils.data import dataset as dataset_module
 from utils.ops.boxes import resample_segments, segment2box
+from utils.run import entry
 
 
 def make_dataset(folder, num_images, seed=0, boxes=False):
@@ -176,7 +177,7 @@ def compare(dataset, num_samples, repeats):
 
 
 def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=entry.Help)
     parser.add_argument("--images", type=int, default=200)
     parser.add_argument("--samples", type=int, default=160, help="samples in one measurement")
     parser.add_argument("--repeats", type=int, default=3, help="measurements of each form, in turns")

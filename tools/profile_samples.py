@@ -1,6 +1,6 @@
 """What a training sample costs, step by step: microseconds of CPU time on one core, images in RAM.
 
-    python tools/profile_samples.py                          # 320 px tiny and 640 px p5, drawn images
+    python tools/profile_samples.py         # 320 px tiny and 640 px p5, drawn
     python tools/profile_samples.py --data folder --samples 400
 
 A step's time is its own: what it calls of the other steps is left out. "later" are samples whose colours, flips and,
@@ -32,6 +32,7 @@ from utils.data import affine, mosaic
 from utils.data import dataset as dataset_module
 from utils.data.fast.deferred import CAPACITY, DeferredDataset, rounding_mode, steps_bytes
 from utils.datasets import LoadImagesAndLabels as Dataset
+from utils.run import entry
 
 STEPS = {
     "draw the mosaic": [(mosaic, "draw_mosaic4"), (mosaic, "draw_mosaic9")],
@@ -110,7 +111,7 @@ def columns_of(dataset, options):
 
 
 def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=entry.Help)
     parser.add_argument("--data", nargs="*", help="folders of images; default: drawn, with polygons and with boxes")
     parser.add_argument("--images", type=int, default=200, help="images to draw")
     parser.add_argument("--samples", type=int, default=200, help="samples in one measurement")

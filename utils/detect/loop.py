@@ -31,7 +31,7 @@ class Outcome:
     faults: list[str] = field(default_factory=list)
     seconds: float = 0.0
     inference: float = 0.0
-    interrupted: bool = False
+    interrupted: KeyboardInterrupt | None = None
 
     def summary(self, names: Sequence) -> str:
         """The last line."""
@@ -110,8 +110,8 @@ def detect(
                 results = _results(batch, predictor)
                 outcome.inference += sum(seconds for *_, seconds in results)
                 hand_on(in_order.add(results))
-        except KeyboardInterrupt:
-            outcome.interrupted = True
+        except KeyboardInterrupt as interruption:
+            outcome.interrupted = interruption.with_traceback(None)
             hand_on(in_order.rest())
         except _Closed:
             pass
