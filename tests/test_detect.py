@@ -162,7 +162,8 @@ def test_all_that_is_written(weights, images, tmp_path, caplog):
         drawn, plain = cv2.imread(str(folder / f"{number}.png")), cv2.imread(str(images / f"{number}.png"))
         assert drawn.shape == plain.shape and (drawn != plain).any()
     lines = [text for text in caplog.messages if text.startswith("image 2/5")]
-    assert len(lines) == 1 and f"{images / '1.png'}: 64x48 " in lines[0]
+    assert len(lines) == 1 and lines[0].startswith(f"image 2/5 {images / '1.png'}:")
+    assert " 64x48 " in lines[0] and all(len(line) < 80 for line in lines[0].splitlines()[1:])
     assert any(text.startswith("Done: 5 images in ") for text in caplog.messages)
 
 

@@ -184,8 +184,10 @@ class Lines:
             height, width = frame.image.shape[:2]
             frames = f" {counted(self.frames, 'frame')}" if item.kind == "video" else ""
             found, each = counts_text(self.class_ids, self.names), 1e3 * self.seconds / self.frames
-            line = f"{item.kind} {item.position} {item.label}: {width}x{height}{frames} {found}, {each:.1f} ms"
-            logger.info("%s", folded(line))
+            name = f"{item.kind} {item.position} {item.label}:"
+            result = f"{width}x{height}{frames} {found}, {each:.1f} ms"
+            line = folded(f"{name} {result}")  # whose name stays whole
+            logger.info("%s", line if "\n" not in line else f"{name}\n{folded(f'    {result}')}")
             self.class_ids, self.frames, self.seconds = [], 0, 0.0
 
     def warn(self, fault: str) -> None:
