@@ -187,14 +187,14 @@ def _filled(dataset, place, num_bytes, device, is_shared, title):
         else:
             problem = memory.lock(device)
     except Exception as error:
-        problem = _lack_of_memory(error)
+        problem = lack_of_memory(error)
     problem = _of_all(problem, is_shared)
     if problem is None:
         filler = Filler(dataset, memory and memory.bytes, card, _share(place, is_shared))
         try:
             filler.decode(title)
         except Exception as error:
-            problem = _lack_of_memory(error)
+            problem = lack_of_memory(error)
         problem = _of_all(problem, is_shared)  # whose pieces are there when this is known
     if problem is not None:
         if memory is not None:
@@ -210,7 +210,7 @@ def _filled(dataset, place, num_bytes, device, is_shared, title):
     return ImageStore(pixels, filler.shapes, host, memory and partial(_release, memory, is_shared)), None
 
 
-def _lack_of_memory(error):
+def lack_of_memory(error: Exception) -> str:
     """What to say of an error that another place for the images may avoid; any other one is raised."""
     if isinstance(error, (MemoryError, OSError)) or is_out_of_memory(error):
         return f"{type(error).__name__}: {str(error).splitlines()[0]}" if str(error) else type(error).__name__
