@@ -193,6 +193,8 @@ def patch(seam, phases):
 
 def measure(options, data, flags, cache, name):
     """The spans of one run, and [name, begin, end, depth] of its end; None if it failed."""
+    from tools.experiments import runner  # not in a child, whose imports are measured
+
     out = Path(options.folder) / f"{name}.json"
     out.unlink(missing_ok=True)
     line = ["--data", str(data), "--cfg", options.cfg, "--hyp", options.hyp, "--img", str(options.img), "--batch-size",
@@ -202,12 +204,12 @@ def measure(options, data, flags, cache, name):
     began = time.time()
     command = [sys.executable, __file__, "--child", str(out), *["--samples"] * options.samples, "--", *line]
     environment = os.environ | {"YOLOV7FAST_BEGAN": str(began), "TRITON_CACHE_DIR": str(cache)}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=options.timeout)
+    log = out.with_suffix(".log")
+    status = runner.run_program(command, log, environment, options.timeout)
     end = time.time() - began
-    if result.returncode or not out.exists():
-        print((result.stdout + result.stderr)[-3000:], flush=True)
+    if status or not out.exists():
+        print(log.read_text(errors="replace")[-3000:], flush=True)
         return None
-    out.with_suffix(".log").write_text(result.stdout + result.stderr)
     spans = json.loads(out.read_text())["spans"]
     last = max(end for _, _, end, _ in spans)
     return [*spans, ["exit", last, end, 0]]

@@ -36,7 +36,6 @@ import itertools
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -94,6 +93,8 @@ def job_options(job, options):
 
 def run_child(job, chosen, variant, data, folder, options, ranks=1):
     """The row of one variant: what `measure` found in all `ranks` processes, or the reason why it found nothing."""
+    from tools.experiments import runner
+
     flags, environment, unknown = split_variant(variant)
     row = {"job": job or Path(chosen["cfg"]).stem, **chosen, "variant": variant, "cards": ranks}
     if unknown:
@@ -109,16 +110,8 @@ def run_child(job, chosen, variant, data, folder, options, ranks=1):
             str(chosen["batch"]), "--steps", str(options.steps), "--seconds", str(options.seconds), "--workers",
             str(options.workers), "--device", options.device, "--", *flags]  # fmt: skip
     started, log = time.perf_counter(), Path(options.out) / "last_run.log"
-    with log.open("w") as file:
-        process = subprocess.Popen(line, env=os.environ | environment, stdout=file, stderr=subprocess.STDOUT)
-        try:
-            process.wait(options.timeout)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # a launcher ends its processes then
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(40)
-            process.kill()
-            return row | {"error": f"not done after {options.timeout} s"}
+    if runner.run_program(line, log, os.environ | environment, options.timeout) is None:
+        return row | {"error": f"not done after {options.timeout} s"}
     row["whole_seconds"] = time.perf_counter() - started
     if not all(result.exists() for result in results):
         return row | {"error": last_words(log)}
