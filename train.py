@@ -140,8 +140,7 @@ def train(given):
         rates = train_one_epoch(epoch, num_batches, trainable(batches), steps, report)
         progress.trained, progress.random_states = progress.trained + 1, random_state.of_all_ranks(ranks)
         if ranks.is_main or paths.shares_validation:
-            save = steps.with_room(checkpoints.after_epoch)
-            finish_epoch(epoch, rates, opt, trainer, progress, validate, save, report, checkpoints)
+            finish_epoch(epoch, rates, opt, trainer, progress, validate, steps.with_room, report, checkpoints)
     steps.finish()
     finish_run(run, loaders, report, checkpoints, progress, time.monotonic() - started)
     return progress.results
@@ -173,8 +172,8 @@ def train_one_epoch(epoch, num_batches, batches, steps, report):
     return steps.end_epoch()
 
 
-def finish_epoch(epoch, rates, opt, trainer, progress, validate, save, report, checkpoints):
-    """Validate the moving average when this epoch asks for it, write the results; `save` writes the checkpoints."""
+def finish_epoch(epoch, rates, opt, trainer, progress, validate, with_room, report, checkpoints):
+    """Validate the moving average when this epoch asks for it, write the results and the checkpoints."""
     trainer.ema.update_attr(trainer.model, include=("yaml", "nc", "hyp", "gr", "names", "stride", "class_weights"))
     is_last = epoch + 1 == progress.epochs
     is_tested = is_last or early_stopping.is_tested(epoch, opt)
@@ -190,7 +189,7 @@ def finish_epoch(epoch, rates, opt, trainer, progress, validate, save, report, c
     progress.best_fitness = max(progress.best_fitness, score_now)
     progress.best_epoch = epoch if is_best else progress.best_epoch
     content = partial(resume.checkpoint, trainer, epoch, progress, report.results_text(), opt, checkpoints.copies)
-    save(content, epoch, is_best)
+    with_room(checkpoints.after_epoch)(content, epoch, is_best)
     if early_stopping.is_due(progress.best_epoch, progress.tested_epoch, opt.patience) and not is_last:
         validate("val", True)  # this was the last epoch after all: its plots
 

@@ -239,8 +239,8 @@ import sys, time
 from utils.run import entry
 
 def main(opt):
-    print("runs", flush=True)
     try:
+        print("runs", flush=True)
         time.sleep(600)
     finally:
         print("puts away", flush=True)
