@@ -4,7 +4,6 @@ python detect.py --weights runs/train/exp/weights/best.pt --source images/ --img
 """
 
 import logging
-import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -96,9 +95,8 @@ def main(opt):
     if outcome.faults:
         logger.warning("%s could not be read in whole, see above", counted(len(outcome.faults), "file"))
     if outcome.interrupted or outcome.faults:
-        sys.exit(130 if outcome.interrupted else 1)
+        sys.exit(entry.status_of(outcome.interrupted) if outcome.interrupted else 1)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # docker stop closes videos as Ctrl-C does
     entry.run(main, detect_parser().parse_args())

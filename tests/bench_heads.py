@@ -13,6 +13,7 @@ Prints a markdown table and writes it with a json of all numbers into --out.
 import argparse
 import gc
 import json
+import logging
 import platform
 import sys
 from contextlib import nullcontext
@@ -24,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from models.yolo import Model
 from tests.bench_loss import graph_replay, in_words, make_case, measure
-from tools.experiments import markdown
+from tools.experiments import command_line, markdown
 from utils.head_config import HeadConfig
 from utils.loss.batched import CLASSES
 from utils.loss.criterion import build_losses
@@ -150,4 +151,4 @@ if __name__ == "__main__":
     add("--img", type=int, default=320, help="pixels")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--out", default="runs/bench_heads")
-    main(parser.parse_args())
+    command_line.run_tool(main, parser.parse_args(), logging.WARNING)

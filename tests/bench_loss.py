@@ -18,6 +18,7 @@ older checkout first, in a process of its own.
 
 import argparse
 import json
+import logging
 import os
 import platform
 import statistics
@@ -32,7 +33,9 @@ import torch
 sys.path.insert(0, os.environ.get("BENCH_LOSS_ROOT") or str(Path(__file__).resolve().parents[1]))
 
 from tests.loss_cases import model_with_head
+from tools.experiments import command_line
 from utils.loss import assigner, batched, batched_assigner, criterion
+from utils.run import entry
 
 ANCHORS = ((10, 13, 16, 30, 33, 23), (30, 61, 62, 45, 59, 119), (116, 90, 156, 198, 373, 326))  # pixels
 STRIDES = (8, 16, 32)
@@ -335,8 +338,8 @@ def plot(rows, path, title):
     figure.savefig(path, dpi=120)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=entry.Help)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--short", action="store_true", help="a handful of cases, within two minutes")
     parser.add_argument("--captured", action="store_true", help="the fast losses as parts of a captured step, as json")
@@ -344,7 +347,10 @@ def main():
     parser.add_argument("--seconds", type=float, default=1.0, help="for the repetitions of one number")
     parser.add_argument("--threads", type=int, default=None, help="of the CPU")
     parser.add_argument("--out", default="runs/bench_loss", help="folder of table, json and plot")
-    opt = parser.parse_args()
+    return parser.parse_args()
+
+
+def main(opt):
     device = torch.device(opt.device)
     if opt.threads:
         torch.set_num_threads(opt.threads)
@@ -375,4 +381,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run_tool(main, parse(), logging.WARNING)

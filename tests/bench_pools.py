@@ -8,6 +8,7 @@ writes into slices, torch concatenates.
 """
 
 import argparse
+import logging
 import platform
 import sys
 from pathlib import Path
@@ -19,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from models.fused import pools
 from tests.bench_step import replayed
+from tools.experiments import command_line
+from utils.run import entry
 
 # name: batch, channels and side of the pyramid, of 2x2 pooling, of up-sampling
 CASES = {
@@ -104,11 +107,16 @@ def pieces(case):
     yield from up(batch, ups)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=entry.Help)
     parser.add_argument("--rounds", type=int, default=1, help="how often each side is measured, in turns")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    opt = parser.parse_args()
+    parser.add_argument(
+        "--cases", nargs="+", choices=CASES, metavar="CASE", default=list(CASES), help=f"of {', '.join(CASES)}"
+    )
+    return parser.parse_args()
+
+
+def main(opt):
     torch.backends.cudnn.benchmark = True
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Python {platform.python_version()}")
     print("| case | piece | ours, ms | torch, ms |\n|---|---|---|---|")
@@ -121,4 +129,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run_tool(main, parse(), logging.WARNING)

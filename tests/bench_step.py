@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from models.yolo import Model
 from tests.bench_loss import graph_replay, random_targets
+from tools.experiments import command_line
 from utils.config.hyp import load_hyp, scale_hyp
 from utils.engine import optimizer as optim
 from utils.engine.batches import Batch
@@ -43,6 +44,7 @@ from utils.fast.graph_step import GraphSteps
 from utils.fast.prefetcher import AHEAD, Prefetcher, as_float
 from utils.fast.train_step import FastSteps
 from utils.loss import batched, criterion
+from utils.run import entry
 
 REPLAY = GraphSteps.replay
 ROOT = Path(__file__).resolve().parents[1]
@@ -261,16 +263,18 @@ def in_words(case, kind, path, row):
     )
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=entry.Help)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--short", action="store_true", help="without the slow reference of OTA at large batches")
     parser.add_argument("--seconds", type=float, default=600, help="no row is started after so long")
     parser.add_argument("--paths", nargs="+", help="only these of the paths in the table, and limits")
     parser.add_argument("--amp", default=None, choices=["fp16", "bf16", "off"])
     parser.add_argument("--out", default="runs/bench_step", help="folder of the json and the table")
-    opt = parser.parse_args()
-    logging.basicConfig(level=logging.WARNING)
+    return parser.parse_args()
+
+
+def main(opt):
     device, started = torch.device(opt.device), time.perf_counter()
     torch.backends.cudnn.benchmark = True
     title = f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}, torch {torch.__version__}, "
@@ -311,4 +315,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run_tool(main, parse(), logging.WARNING)

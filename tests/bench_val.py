@@ -1,7 +1,8 @@
 """Validation: `engine.evaluate` beside --fast-val, alone, with the fused kernels, and with those in the CUDA graphs of
 --fast, on the same model and batches, and what share of an epoch that is.
 
-    python tests/bench_val.py [--images 5000] [--img 320] [--batch 128] [--weights best.pt] [--rate 5600]
+    python tests/bench_val.py [--images 5000] [--img 320] [--batch 128] \\
+        [--weights best.pt] [--rate 5600]
 
 5,000 drawn pictures of four shapes (copies of 250), kept in RAM; --cache-images gpu keeps the batches on the device.
 Without --weights the model is an untrained yolov7-tiny whose objectness is shifted until an image has about
@@ -35,6 +36,7 @@ sys.path.insert(0, str(ROOT))
 from models.experimental import attempt_load  # noqa: E402
 from models.yolo import Model  # noqa: E402
 from tools.bench_loader import write_images  # noqa: E402
+from tools.experiments import command_line  # noqa: E402
 from utils.config.hyp import load_hyp, scale_hyp  # noqa: E402
 from utils.datasets import create_dataloader  # noqa: E402
 from utils.engine.evaluate import evaluate  # noqa: E402
@@ -42,6 +44,7 @@ from utils.fast import metrics, validation  # noqa: E402
 from utils.fast.nms import find_candidates  # noqa: E402
 from utils.loss.criterion import ComputeLoss  # noqa: E402
 from utils.ops.cuda_graph import WARM_UP_CALLS  # noqa: E402
+from utils.run import entry  # noqa: E402
 from utils.system.compilers import why_no_kernels  # noqa: E402
 
 NUM_CLASSES = 80
@@ -145,9 +148,7 @@ def parts(run, network, loader, device):
     return dict(seconds)
 
 
-def main():
-    options = parse()
-    logging.disable(logging.INFO)
+def main(options):
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     torch.backends.cudnn.benchmark = True
     with tempfile.TemporaryDirectory() as folder:
@@ -200,7 +201,7 @@ def show(options, device, first, longest, taken, of_parts):
 
 
 def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=entry.Help)
     parser.add_argument("--images", type=int, default=5000)
     parser.add_argument("--img", type=int, default=320)
     parser.add_argument("--batch", type=int, default=128)
@@ -216,4 +217,4 @@ def parse():
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run_tool(main, parse(), logging.WARNING)

@@ -1,9 +1,11 @@
 """Where the time of a training step goes: the flags-off path, each flag alone, and all of them, through train.train.
 
-    python tests/profile_training_loop.py --short                    # tiny, 320 px, batch 64: off, graph, all
+    python tests/profile_training_loop.py --short    # tiny: off, graph, all
     python tests/profile_training_loop.py --jobs tiny384 tiny64 full64 full640
-    python tests/profile_training_loop.py --cfg cfg/training/yolov7.yaml --img 640 --batch 32 --variants="off, --fast"
-    python tests/profile_training_loop.py --ranks 1 2 --jobs tiny384 tiny64 full64 full640 --variants=--fast
+    python tests/profile_training_loop.py --cfg cfg/training/yolov7.yaml \\
+        --img 640 --batch 32 --variants="off, --fast"
+    python tests/profile_training_loop.py --ranks 1 2 --jobs tiny384 full640 \\
+        --variants=--fast
 
 Every row is a process of its own that runs train.py's own code on a drawn data set of 640 x 480 JPEGs with polygons,
 kept in RAM: warm-up, then 200 steps whose rate counts, then 40 steps with the phases timed, then steps on a batch that
@@ -16,13 +18,17 @@ phases.png into --out.
 With several --ranks every variant is run by so many processes of torchrun, one a card; the batch is that of one card,
 and there are as many batches in an epoch. Stages then end by their steps, which the first one tells to all.
 
-    img/s       of all cards, end to end, epoch changes included, pictures, validation and checkpoints not
+    img/s       of all cards, end to end, epoch changes included, pictures,
+                validation and checkpoints not
     scaling     img/s of a card, as a share of what one card alone reached
     resident    the same with one batch for ever
     gpu         utilisation in percent, as NVML tells it
-    main, workers   cores that the main process (the busiest one), and all children together, use
-    the phases  ms a step; on a GPU between events of the stream, so that waiting for the host counts; `graph` is the
-                replay of a captured step, `optimiser` includes clearing the gradients, `read-back` the progress bar
+    main, workers   cores that the main process (the busiest one), and all
+                children together, use
+    the phases  ms a step; on a GPU between events of the stream, so that
+                waiting for the host counts; `graph` is the replay of a
+                captured step, `optimiser` includes clearing the gradients,
+                `read-back` the progress bar
 """
 
 import argparse
@@ -30,7 +36,6 @@ import itertools
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -57,8 +62,7 @@ VARIANTS = ["off", LOADER, "--fast-loss", "--fast-step", "--amp bf16", "--amp of
 SHORT = ["off", f"{LOADER} {STEP}", "--fast"]
 
 
-def main():
-    options = parse()
+def main(options):
     if options.child:
         path = Path(options.child + os.environ.get("RANK", ""))
         path.write_text(json.dumps(measure(options)))
@@ -93,6 +97,8 @@ def job_options(job, options):
 
 def run_child(job, chosen, variant, data, folder, options, ranks=1):
     """The row of one variant: what `measure` found in all `ranks` processes, or the reason why it found nothing."""
+    from tools.experiments import runner
+
     flags, environment, unknown = split_variant(variant)
     row = {"job": job or Path(chosen["cfg"]).stem, **chosen, "variant": variant, "cards": ranks}
     if unknown:
@@ -108,16 +114,8 @@ def run_child(job, chosen, variant, data, folder, options, ranks=1):
             str(chosen["batch"]), "--steps", str(options.steps), "--seconds", str(options.seconds), "--workers",
             str(options.workers), "--device", options.device, "--", *flags]  # fmt: skip
     started, log = time.perf_counter(), Path(options.out) / "last_run.log"
-    with log.open("w") as file:
-        process = subprocess.Popen(line, env=os.environ | environment, stdout=file, stderr=subprocess.STDOUT)
-        try:
-            process.wait(options.timeout)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # a launcher ends its processes then
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(40)
-            process.kill()
-            return row | {"error": f"not done after {options.timeout} s"}
+    if runner.run_program(line, log, os.environ | environment, options.timeout) is None:
+        return row | {"error": f"not done after {options.timeout} s"}
     row["whole_seconds"] = time.perf_counter() - started
     if not all(result.exists() for result in results):
         return row | {"error": last_words(log)}
@@ -358,8 +356,11 @@ def plot(rows, path, title):
 
 
 def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", nargs="+", choices=list(JOBS), help="presets; without them --cfg, --img, --batch")
+    from utils.run import entry
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=entry.Help)
+    parser.add_argument("--jobs", nargs="+", choices=list(JOBS), metavar="JOB",
+                        help=f"presets, of {', '.join(JOBS)}; without them --cfg, --img, --batch")  # fmt: skip
     parser.add_argument("--cfg", default=str(ROOT / "cfg/training/yolov7-tiny.yaml"))
     parser.add_argument("--hyp", default=str(ROOT / "data/hyp.scratch.tiny.yaml"))
     parser.add_argument("--img", type=int, default=320)
@@ -390,7 +391,10 @@ def parse():
 
 
 if __name__ == "__main__":
-    from utils.system.streams import keep_streams
+    options = parse()
+    if options.child:
+        main(options)
+    else:
+        from tools.experiments import command_line
 
-    keep_streams()
-    main()
+        command_line.run_tool(main, options)

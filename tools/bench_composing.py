@@ -1,18 +1,23 @@
 """--cache-images gpu: what a sample costs its worker, the loader alone by workers, and what the kernel takes.
 
-    python tools/bench_composing.py                                                 # 320 px, batch 384, tiny
-    python tools/bench_composing.py --img 640 --batch 32 --hyp data/hyp.scratch.p5.yaml --workers 1 2 4 8
+    python tools/bench_composing.py         # 320 px, batch 384, tiny
+    python tools/bench_composing.py --img 640 --batch 32 \\
+        --hyp data/hyp.scratch.p5.yaml --workers 1 2 4 8
 
 The data set is that of bench_samples.py, or `--data`, with its images in RAM. Three tables, results.json and
 results.png:
 
-    sample   CPU ms of a sample in one process, all forms with equal draws: pixels at once, last steps left to the GPU
-             (--fast-step), drawn only (--cache-images gpu, with the images on the card; the labels of a micro-batch at
-             once, which is as large as with the first of `--workers`)
-    loader   images/s of loaders that nothing else waits for, each run a process of its own; and the share of a core
-             that the main process uses
-    kernel   ms of the GPU for a batch, images on the card and in page-locked memory of the host; and the share of it
-             in a step of `--step` ms, if given
+    sample   CPU ms of a sample in one process, all forms with equal draws:
+             pixels at once, last steps left to the GPU (--fast-step), drawn
+             only (--cache-images gpu, with the images on the card; the labels
+             of a micro-batch at once, which is as large as with the first of
+             `--workers`)
+    loader   images/s of loaders that nothing else waits for, each run a
+             process of its own; and the share of a core that the main process
+             uses
+    kernel   ms of the GPU for a batch, images on the card and in page-locked
+             memory of the host; and the share of it in a step of `--step` ms,
+             if given
 
 Without a GPU only the first table is made.
 """
@@ -45,6 +50,7 @@ from utils.data.gpu.recipes import RECIPE, RecipeDataset
 from utils.data.gpu.store import ImageStore
 from utils.datasets import LoadImagesAndLabels
 from utils.plots.style import PALETTE, new_figure, save_figure, set_title, whole_numbers
+from utils.run import entry
 from utils.system.random_state import seed_generators
 
 IN_MEMORY = {"persistent_workers": True, "worker_tensor": True}
@@ -170,7 +176,7 @@ def plot(results, title, path):
 
 
 def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=entry.Help)
     parser.add_argument("--data", help="folder or list file of images; default: drawn for the occasion, 640 x 480")
     parser.add_argument("--images", type=int, default=4000, help="images to draw")
     parser.add_argument("--img", type=int, default=320)

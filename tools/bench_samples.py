@@ -4,12 +4,12 @@ The plain form does every step the direct way, as stock YOLOv7 does: masks of pa
 objects cut out at once, every image of a mosaic decoded, one polygon after the other, mixup in floating point.
 Both make the same draws, so their samples must be equal, which is checked, too.
 
-    python tools/bench_samples.py                     # 320 and 640 px, p5 and tiny hyper-parameters
-    python tools/bench_samples.py --samples 320 --repeats 5 --sizes 640 --cache --boxes
+    python tools/bench_samples.py           # 320 and 640 px, p5 and tiny
+    python tools/bench_samples.py --samples 320 --sizes 640 --cache --boxes
 
 "in a batch" is ours once more, written into a buffer that is there already, as the workers of --worker-tensor do it.
 
-    python tools/bench_samples.py --steps             # microseconds of each step of ours instead, images in RAM
+    python tools/bench_samples.py --steps   # microseconds of each step of ours
 
 A step's time is its own: what it calls of the other steps is left out. "later" are samples whose colours, flips and,
 mostly, warp are left to the GPU (--fast-dataloader --fast-step), "at once" those of every other loader. Not every
@@ -43,6 +43,7 @@ from utils.data import dataset as dataset_module
 from utils.data.fast.deferred import CAPACITY, DeferredDataset, rounding_mode, steps_bytes
 from utils.datasets import LoadImagesAndLabels as Dataset
 from utils.ops.boxes import resample_segments, segment2box
+from utils.run import entry
 
 
 def make_dataset(folder, num_images, seed=0, boxes=False):
@@ -272,7 +273,7 @@ def print_forms(dataset, options, title):
 
 
 def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=entry.Help)
     parser.add_argument("--data", help="folder of images; default: drawn for the occasion")
     parser.add_argument("--images", type=int, default=200, help="images to draw")
     parser.add_argument("--samples", type=int, default=160, help="samples in one measurement")

@@ -1,6 +1,7 @@
 """Make the folder that data/coco320.yaml names out of a COCO download: small images, label files, lists.
 
-    python tools/make_coco320.py --coco DIR --size 320 [--out coco320] [--fit longer]
+    python tools/make_coco320.py --coco DIR --size 320 \\
+        [--out coco320] [--fit longer]
 
 DIR/annotations holds instances_NAME.json, and DIR/NAME or DIR/images/NAME the images, for train2017, val2017, or any
 names of another set in COCO's format. Only files below --out are written. A run that was interrupted goes on with the
@@ -203,6 +204,9 @@ def write_data_yaml(out, classes):
         yaml.safe_dump(paths | {"nc": len(classes), "names": classes}, file, sort_keys=False, allow_unicode=True)
 
 
+GO_ON = "the same command goes on, finished images stay"
+
+
 def main(opt):
     if opt.size < 32 or opt.workers < 0:
         raise ValueError(f"--size {opt.size} --workers {opt.workers}: at least 32 pixels, and no negative number")
@@ -210,9 +214,6 @@ def main(opt):
         make_coco(opt.coco, opt.out or Path(f"coco{opt.size}"), opt.size, opt.fit, opt.splits, opt.workers)
     except OSError as error:
         raise ValueError(f"{cause_of(error, with_file=True)}; mend that, then the same command goes on") from error
-    except KeyboardInterrupt:
-        print("interrupted: the same command goes on, finished images stay", file=sys.stderr)
-        sys.exit(130)
 
 
 def parser():
@@ -228,4 +229,4 @@ def parser():
 
 
 if __name__ == "__main__":
-    entry.run(main, parser().parse_args())
+    entry.run(main, parser().parse_args(), GO_ON)

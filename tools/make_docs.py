@@ -1,6 +1,6 @@
 """Write what documents take from elsewhere: docs/flags.md from the flags' rows, docs/speed_up.png from measured rates.
 
-    python tools/make_docs.py           # give it again after a change of flags or figures; tests tell when
+    python tools/make_docs.py     # again after a change of flags or figures
 
 The rates stand in docs/measurements.md, in the table below "Against stock". It also prints the README's table of them.
 """

@@ -125,11 +125,11 @@ class HeadConfig:
         ]
         if self.ignored:
             ignored = printable(", ".join(dict.fromkeys(self.ignored)))
-            lines.append(folded(f"  passed over, without a meaning here: {ignored}", 79))
+            lines.append(folded(f"  passed over, without a meaning here: {ignored}"))
         for head, name in enumerate(self.head_names):
             num_classes = counted(self.head_nc_list[head], "class", "classes")
             ids = id_ranges(self.head_classes[head])
-            lines.append(folded(f"  head {head} ({name}): {num_classes}, weight {self.weights[head]:g}, ids {ids}", 79))
+            lines.append(folded(f"  head {head} ({name}): {num_classes}, weight {self.weights[head]:g}, ids {ids}"))
         return "\n".join(lines)
 
 

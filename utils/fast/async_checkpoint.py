@@ -34,6 +34,7 @@ class BackgroundCheckpoints(Checkpoints):
 
     def after_epoch(self, make_content, epoch, is_best):
         self.wait()
+        self.copies.wanted = []  # of an attempt for which there was too little memory
         super().after_epoch(make_content, epoch, is_best)
 
     def write(self, content, paths):

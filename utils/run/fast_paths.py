@@ -153,7 +153,7 @@ def choose(opt: Namespace, device: torch.device) -> Paths:
         rows.append(("amp", precision, asked(opt, "amp") or default))
     for row in [("seam", "chosen", "why"), *rows] if rows else ():
         line = "{:<11} | {} | {}".format(*row)
-        logger.info("%s", folded(line, 79, indent=14))
+        logger.info("%s", folded(line, indent=14))
     if asked(opt, "sync_interval") and not wanted_for_a_step(opt, "fast_step"):
         logger.warning("--sync-interval %d has no effect without --fast-step", opt.sync_interval)
     return paths

@@ -11,7 +11,7 @@ import torch
 
 from utils.data.dataset import LoadImagesAndLabels
 from utils.data.gpu.host_memory import HostMemory
-from utils.data.gpu.placing import CARD, NAMES, possible_places, room_on_card, room_on_host
+from utils.data.gpu.placing import CARD, NAMES, lack_of_memory, possible_places, room_on_card, room_on_host
 from utils.system.memory import describe_bytes
 
 logger = logging.getLogger(__name__)
@@ -64,8 +64,8 @@ def keep(loader: Any, *, device: torch.device, step_cost: Callable[[], tuple], i
                 pixels, problem = torch.empty(num_bytes, dtype=torch.uint8, device=device), None
             else:
                 pixels, problem = torch.from_numpy(memory.bytes), memory.lock(device)
-        except (torch.cuda.OutOfMemoryError, MemoryError, OSError) as error:
-            problem = str(error).splitlines()[0]
+        except Exception as error:
+            problem = lack_of_memory(error)
         if problem is None:
             logger.info("val: batches: %s stay %s: %s", size, NAMES[place], "; ".join(problems))
             return KeptBatches(loader, pixels, memory)
