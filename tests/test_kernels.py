@@ -98,11 +98,19 @@ def add_maps():
     sums.add_activation_gradient([x], [x, x], SILU, 0.0)
 
 
+def conversion_tables(has_formula=False):
+    from utils.data.fast.device_augment import ConversionTables
+
+    return ConversionTables(torch.zeros(512, dtype=torch.int32), torch.zeros(9, dtype=torch.int32), has_formula)
+
+
 def augment_a_batch():
     from utils.data.fast import deferred, device_augment_triton
 
     steps = torch.zeros(2, deferred.STEPS + 4096, dtype=torch.uint8)
-    tables = SimpleNamespace(divisions=torch.zeros(512, dtype=torch.int32), colours=torch.zeros(9, dtype=torch.int32))
+    tables = conversion_tables()
+    numbers = torch.zeros(2048, dtype=torch.int32)
+    device_augment_triton._count_other_colours[(1,)](numbers, numbers, 2048, enable_fp_fusion=False)
     pixels = torch.zeros(2, 64, 32, 3, dtype=torch.uint8)
     for mode in (deferred.FLOATING, None):
         device_augment_triton.augment(pixels, steps, tables, mode, torch.zeros(2, 32, 32, 3, dtype=torch.uint8))
@@ -113,7 +121,7 @@ def compose_a_batch():
     from utils.data.gpu import compose_triton
     from utils.data.gpu.recipes import RECIPE
 
-    tables = SimpleNamespace(divisions=torch.zeros(512, dtype=torch.int32), colours=torch.zeros(9, dtype=torch.int32))
+    tables = conversion_tables(has_formula=True)
     store, recipes = torch.zeros(99, dtype=torch.uint8), torch.zeros(2, RECIPE, dtype=torch.uint8)
     for mode in (deferred.FLOATING, deferred.FIXED):
         images = torch.zeros(2, 64, 64, 3, dtype=torch.uint8)
