@@ -21,6 +21,7 @@ from utils.detect.streams import StreamSource
 from utils.metrics.coco import COCO_CATEGORY_IDS
 from utils.plots.images import BoxStyle
 from utils.run import entry
+from utils.system import signals
 from utils.system.distributed import select_device
 from utils.system.files import PROJECT_ROOT, check_can_be_made, counted, folded, increment_path
 from utils.system.folder_lock import check_free, own
@@ -95,7 +96,7 @@ def main(opt):
     if outcome.faults:
         logger.warning("%s could not be read in whole, see above", counted(len(outcome.faults), "file"))
     if outcome.interrupted or outcome.faults:
-        sys.exit(entry.status_of(outcome.interrupted) if outcome.interrupted else 1)
+        sys.exit(signals.status_of(outcome.interrupted) if outcome.interrupted else 1)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import sys
 import threading
 from argparse import Namespace
 from collections.abc import Callable
-from contextlib import contextmanager
 from functools import partial, partialmethod
 
 from tqdm import tqdm
@@ -19,6 +18,7 @@ from tqdm import tqdm
 from utils.system.children import end_with_starter
 from utils.system.files import folded, printable
 from utils.system.memory import is_out_of_memory
+from utils.system.signals import Terminated, sigterm_raised, status_of
 from utils.system.streams import LastingStream, keep_streams, wants_traceback
 
 # Modules whose warnings are about this process and its batches; what the others warn of is the same in every process.
@@ -44,10 +44,6 @@ LESS_MEMORY = {
 
 class NothingToDo(Exception):
     """The run that was asked for is complete; the message says so."""
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM, as `kill` and `docker stop` send it: it ends a program as Ctrl-C does."""
 
 
 def set_logging(rank: int = -1, local_rank: int = -1) -> None:
@@ -84,7 +80,7 @@ def run(main: Callable[[Namespace], None], opt: Namespace, go_on: str = RESUME) 
     threading.excepthook = partial(_report_thread, opt=opt)
     try:
         _check_working_directory()
-        with _sigterm_raised():
+        with sigterm_raised():
             main(opt)
     except NothingToDo as message:
         logging.getLogger("run").info("%s", message)
@@ -99,30 +95,6 @@ def run(main: Callable[[Namespace], None], opt: Namespace, go_on: str = RESUME) 
         what = "ended by SIGTERM" if isinstance(interruption, Terminated) else "interrupted"
         print(_for_program(f"{what}; {go_on}", opt).rstrip("; "), file=sys.stderr, flush=True)
         sys.exit(status_of(interruption))
-
-
-def status_of(interruption: KeyboardInterrupt) -> int:
-    """The exit status after Ctrl-C or SIGTERM: 128 and the number of the signal, as shells have it."""
-    return 128 + (signal.SIGTERM if isinstance(interruption, Terminated) else signal.SIGINT)
-
-
-@contextmanager
-def _sigterm_raised():
-    """Within, the first SIGTERM raises Terminated in the main thread. Ranks of a launcher have a Watch for it."""
-    before = signal.getsignal(signal.SIGTERM)
-    if threading.current_thread() is not threading.main_thread() or before is not signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, _raise_terminated)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _raise_terminated(number, frame):
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    raise Terminated
 
 
 def _number_in(name):

@@ -7,7 +7,7 @@ import pytest
 
 from tools.experiments import command_line
 from utils.config.options import train_parser
-from utils.run import entry
+from utils.system import signals
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_value_that_looks_like_a_flag_is_a_value():
         (ValueError("x is wrong"), 2, "error: x is wrong\n"),
         (IsADirectoryError(21, "Is a directory", "a.json"), 2, "error: a.json: Is a directory\n"),
         (KeyboardInterrupt(), 130, "interrupted; go on\n"),
-        (entry.Terminated(), 143, "ended by SIGTERM; go on\n"),
+        (signals.Terminated(), 143, "ended by SIGTERM; go on\n"),
     ],
 )
 def test_how_a_tool_ends(outcome, code, says, capsys):
