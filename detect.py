@@ -4,14 +4,14 @@ python detect.py --weights runs/train/exp/weights/best.pt --source images/ --img
 """
 
 import logging
-import signal
 import sys
 from functools import partial
 from pathlib import Path
 
 from models.experimental import Ensemble, attempt_load
 from utils.config.data_yaml import read_yaml
-from utils.config.options import check_detect_options, check_img_size, detect_parser
+from utils.config.flags import DETECT_FLAGS
+from utils.config.options import check_img_size, check_run_options, detect_parser
 from utils.detect import writers
 from utils.detect.loop import Window, check_window, detect, quiet_decoders
 from utils.detect.names import find_items
@@ -21,6 +21,7 @@ from utils.detect.streams import StreamSource
 from utils.metrics.coco import COCO_CATEGORY_IDS
 from utils.plots.images import BoxStyle
 from utils.run import entry
+from utils.system import signals
 from utils.system.distributed import select_device
 from utils.system.files import PROJECT_ROOT, check_can_be_made, counted, folded, increment_path
 from utils.system.folder_lock import check_free, own
@@ -71,7 +72,7 @@ def open_predictor(opt):
 
 def main(opt):
     """Detect as the options say, into a new folder; status 1 when files could not be read, 130 after Ctrl-C."""
-    check_detect_options(opt)
+    check_run_options(opt, DETECT_FLAGS)
     if opt.update:
         logger.warning("--update has no effect: best.pt and last.pt are stripped when a training ends")
     if opt.view_img:
@@ -95,9 +96,8 @@ def main(opt):
     if outcome.faults:
         logger.warning("%s could not be read in whole, see above", counted(len(outcome.faults), "file"))
     if outcome.interrupted or outcome.faults:
-        sys.exit(130 if outcome.interrupted else 1)
+        sys.exit(signals.status_of(outcome.interrupted) if outcome.interrupted else 1)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # docker stop closes videos as Ctrl-C does
     entry.run(main, detect_parser().parse_args())

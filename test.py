@@ -12,7 +12,8 @@ import torch
 
 from models.experimental import attempt_load
 from utils.config.data_yaml import check_same_names, load_data_yaml
-from utils.config.options import check_img_size, check_test_options, test_parser
+from utils.config.flags import TEST_FLAGS
+from utils.config.options import check_img_size, check_run_options, test_parser
 from utils.data.labels.scan import check_labels
 from utils.datasets import create_dataloader
 from utils.engine.evaluate import CONF_THRES, IOU_THRES, evaluate, log_scores
@@ -145,7 +146,7 @@ def main(opt):
 
     Returns P, R, mAP@.5, mAP@.5:.95, box, obj, cls loss of a split, None for a series.
     """
-    check_test_options(opt)
+    check_run_options(opt, TEST_FLAGS)
     opt.data = check_file(opt.data)
     split = opt.task if opt.task in SPLITS else "val"
     data = load_data_yaml(opt.data, opt.single_cls, needed=(split,))

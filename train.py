@@ -123,12 +123,12 @@ def train(given):
                   paths.forward(called))  # fmt: skip
     paths.ahead(steps, (min(opt.batch_size, len(loaders.dataset)), 3, loaders.image_size, loaders.image_size),
                 num_batches * (progress.epochs - progress.start_epoch))  # fmt: skip
-    validate = partial(validate_ema, run, paths, trainer.ema, loaders.val, validation_loss)
+    validate = partial(validate_ema, run, paths, trainer.ema, loaders.val, validation_loss, steps.with_room)
 
     started = time.monotonic()
     trainable = Trainable(int(model.stride.max()), ranks.world_size > 1)
     random_state.resume(progress, ranks)
-    for epoch in early_stopping.epochs_to_train(progress, opt.patience, ranks, device):
+    for epoch in early_stopping.epochs_to_train(progress, opt.patience):
         if loaders.enter(epoch):  # another image size
             prepare_model(run, model, loaders.dataset.labels, loaders.image_size)
             loss_of_epoch, _ = paths.losses(model, progress.epochs)
@@ -140,7 +140,7 @@ def train(given):
         rates = train_one_epoch(epoch, num_batches, trainable(batches), steps, report)
         progress.trained, progress.random_states = progress.trained + 1, random_state.of_all_ranks(ranks)
         if ranks.is_main or paths.shares_validation:
-            finish_epoch(epoch, rates, opt, trainer, progress, validate, report, checkpoints)
+            finish_epoch(epoch, rates, opt, trainer, progress, validate, steps.with_room, report, checkpoints)
     steps.finish()
     finish_run(run, loaders, report, checkpoints, progress, time.monotonic() - started)
     return progress.results
@@ -172,7 +172,7 @@ def train_one_epoch(epoch, num_batches, batches, steps, report):
     return steps.end_epoch()
 
 
-def finish_epoch(epoch, rates, opt, trainer, progress, validate, report, checkpoints):
+def finish_epoch(epoch, rates, opt, trainer, progress, validate, with_room, report, checkpoints):
     """Validate the moving average when this epoch asks for it, write the results and the checkpoints."""
     trainer.ema.update_attr(trainer.model, include=("yaml", "nc", "hyp", "gr", "names", "stride", "class_weights"))
     is_last = epoch + 1 == progress.epochs
@@ -189,18 +189,21 @@ def finish_epoch(epoch, rates, opt, trainer, progress, validate, report, checkpo
     progress.best_fitness = max(progress.best_fitness, score_now)
     progress.best_epoch = epoch if is_best else progress.best_epoch
     content = partial(resume.checkpoint, trainer, epoch, progress, report.results_text(), opt, checkpoints.copies)
-    checkpoints.after_epoch(content, epoch, is_best)
+    with_room(checkpoints.after_epoch)(content, epoch, is_best)
     if early_stopping.is_due(progress.best_epoch, progress.tested_epoch, opt.patience) and not is_last:
         validate("val", True)  # this was the last epoch after all: its plots
 
 
-def validate_ema(run, paths, ema, loader, compute_loss, title, is_last):
+def validate_ema(run, paths, ema, loader, compute_loss, with_room, title, is_last):
     """Score the moving average (in half precision on a GPU); returns results, AP of classes, HeadScores."""
     opt, names = run.options, run.data.names
     is_drawn = is_last and not opt.evolve
     plot_dir = opt.save_dir if run.ranks.is_main else None  # the others have a share of the images, and of no scores
-    evaluation = paths.together(partial(paths.drawn(evaluate), plot_dir=plot_dir) if is_drawn else paths.evaluate)(
-        ema.ema_for_evaluation(half=run.device.type == "cuda"), loader, run.data.nc, names, single_cls=opt.single_cls,
+    scoring = partial(paths.drawn(evaluate), plot_dir=plot_dir) if is_drawn else paths.evaluate
+    model = with_room(ema.ema_for_evaluation)(half=run.device.type == "cuda")
+    # within `together`: who tries again must not make the other processes do so
+    evaluation = paths.together(with_room(scoring))(
+        model, loader, run.data.nc, names, single_cls=opt.single_cls,
         compute_loss=compute_loss, v5_metric=opt.v5_metric,
     )  # fmt: skip
     heads = score_heads(evaluation.scores, heads_of(ema.ema))
@@ -290,8 +293,8 @@ def choose_images(run, epoch, loaders, class_weights, maps):
     random_state.seed_epoch(opt.seed, epoch)
     if opt.image_weights:
         labels = loaders.dataset.labels
-        indices = draw_image_indices(labels, class_weights.cpu(), maps) if ranks.is_main else [0] * len(labels)
-        loaders.dataset.indices = distributed.broadcast_indices(indices, ranks.rank, run.device)
+        indices = draw_image_indices(labels, class_weights.cpu(), maps) if ranks.is_main else None
+        loaders.dataset.indices = distributed.from_rank_zero(indices)
     if ranks.is_distributed:
         loaders.train.sampler.set_epoch(epoch)
 

@@ -223,17 +223,8 @@ class ImplicitM(Implicit):
 
 def conv_with(conv, weight, bias):
     """A frozen copy of the convolution `conv` with other numbers and a bias; same device, dtype and geometry."""
-    copy = nn.Conv2d(
-        conv.in_channels,
-        conv.out_channels,
-        conv.kernel_size,
-        conv.stride,
-        conv.padding,
-        conv.dilation,
-        conv.groups,
-        bias=True,
-        device="meta",
-    )
+    copy = nn.Conv2d(conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, conv.padding, conv.dilation,
+                     conv.groups, bias=True, device="meta")  # fmt: skip
     copy.weight = nn.Parameter(weight.detach(), requires_grad=False)
     copy.bias = nn.Parameter(bias.detach(), requires_grad=False)
     return copy.train(conv.training)

@@ -23,9 +23,8 @@ class DetectionLayer(nn.Module):
         self.nc = nc
         self.nl = len(anchors)
         self.na = len(anchors[0]) // 2
-        self.grid = [
-            torch.zeros(1) for _ in range(self.nl)
-        ]  # never filled: grids are cheap; stock code expects the list
+        # never filled: grids are cheap; stock code expects the list
+        self.grid = [torch.zeros(1) for _ in range(self.nl)]
         pixels = torch.tensor(anchors).float().view(self.nl, -1, 2)
         self.register_buffer("anchors", pixels)  # divided by the strides later
         self.register_buffer("anchor_grid", pixels.clone().view(self.nl, 1, -1, 1, 1, 2))
@@ -34,9 +33,9 @@ class DetectionLayer(nn.Module):
         maps = self._maps(x)
         return maps + self._auxiliary(x) if self.training or self.export else self.eval_output(maps)
 
-    def eval_output(self, maps):
-        """The eval output, from what `_maps` returned."""
-        boxes = self._boxes(maps)
+    def eval_output(self, maps, decode=None):
+        """The eval output, from what `_maps` returned. `decode` may take the place of `_decode_all`."""
+        boxes = self._boxes(maps, decode or self._decode_all)
         if self.end2end:
             return boxes
         if self.include_nms:
@@ -51,8 +50,8 @@ class DetectionLayer(nn.Module):
         """Further maps, for training only."""
         return []
 
-    def _boxes(self, maps):
-        """Boxes [b x n x 5+nc] of what `_maps` returned."""
+    def _boxes(self, maps, decode):
+        """Boxes [b x n x 5+nc] of what `_maps` returned; `decode` makes those of one map per level."""
         raise NotImplementedError
 
     def level_maps(self, output):

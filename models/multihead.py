@@ -71,8 +71,8 @@ class MultiHeadDetect(DetectionLayer):
         """What a head sees of a level."""
         return features
 
-    def _boxes(self, maps):
-        return torch.cat([self._in_all_classes(head, self._decode_all(levels)) for head, levels in enumerate(maps)], 1)
+    def _boxes(self, maps, decode):
+        return torch.cat([self._in_all_classes(head, decode(levels)) for head, levels in enumerate(maps)], 1)
 
     def _in_all_classes(self, head, boxes):
         """Boxes [b x n x head_no] of a head as [b x n x 5+nc]."""

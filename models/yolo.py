@@ -10,20 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from models import reparam
-from models.common import (
-    MP,
-    SP,
-    SPPCSPC,
-    Chuncat,
-    Concat,
-    Conv,
-    DownC,
-    ImplicitA,
-    ImplicitM,
-    ReOrg,
-    RepConv,
-    Shortcut,
-)
+from models.common import MP, SP, SPPCSPC, Chuncat, Concat, Conv, DownC, ImplicitA, ImplicitM, ReOrg, RepConv, Shortcut
 from models.config import (
     MAX_CHANNELS,
     MAX_LAYERS,
@@ -71,8 +58,8 @@ class Detect(DetectionLayer):
     def _lead(self, level, features):
         return self.m[level](features)
 
-    def _boxes(self, maps):
-        return self._decode_all(maps)
+    def _boxes(self, maps, decode):
+        return decode(maps)
 
     def output_biases(self):
         return self._biases_of(self.m)

@@ -1,6 +1,7 @@
 """Detection from files to rows: detect.py beside a loop that takes one image after the other.
 
-    python tests/bench_detect.py [--images 1000] [--batch 32] [--weights best.pt] [--device cuda:0] [--save]
+    python tests/bench_detect.py [--images 1000] [--batch 32] \\
+        [--weights best.pt] [--device cuda:0] [--save]
 
 JPEGs of 640 x 480, some upright (copies of 100 drawn ones). Without --weights the model is an untrained yolov7-tiny
 whose objectness is shifted until an image has about --candidates boxes above the threshold, .001. The loop reads with
@@ -29,6 +30,7 @@ from models.experimental import attempt_load  # noqa: E402
 from models.yolo import Model  # noqa: E402
 from tests.bench_val import shift_objectness  # noqa: E402
 from tools.bench_loader import write_images  # noqa: E402
+from tools.experiments import command_line  # noqa: E402
 from utils.detect import writers  # noqa: E402
 from utils.detect.loop import detect  # noqa: E402
 from utils.detect.names import find_items  # noqa: E402
@@ -37,6 +39,7 @@ from utils.detect.sources import FileSource, prepare  # noqa: E402
 from utils.ops.boxes import scale_coords  # noqa: E402
 from utils.ops.nms import non_max_suppression  # noqa: E402
 from utils.plots.images import draw_detections  # noqa: E402
+from utils.run import entry  # noqa: E402
 
 THRESHOLDS = Thresholds(0.001, 0.45)
 
@@ -93,9 +96,7 @@ def pipeline(predictor, items, names, folder, size, batch):
     return [kept.found[item.name] for item in items]
 
 
-def main():
-    options = parse()
-    logging.disable(logging.INFO)
+def main(options):
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     with tempfile.TemporaryDirectory() as place:
         items = find_items([str(write_images(Path(place), options.images, num_different=100))])
@@ -143,7 +144,7 @@ def show(precision, rates, rows, sides):
 
 
 def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=entry.Help)
     parser.add_argument("--images", type=int, default=1000)
     parser.add_argument("--single", type=int, default=300, help="of them for the sides that take one at a time")
     parser.add_argument("--img", type=int, default=640)
@@ -157,4 +158,4 @@ def parse():
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run_tool(main, parse(), logging.WARNING)

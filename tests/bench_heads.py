@@ -13,6 +13,7 @@ Prints a markdown table and writes it with a json of all numbers into --out.
 import argparse
 import gc
 import json
+import logging
 import platform
 import sys
 from contextlib import nullcontext
@@ -23,7 +24,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from models.yolo import Model
-from tests.bench_loss import make_case, measure
+from tests.bench_loss import graph_replay, in_words, make_case, measure
+from tools.experiments import command_line, markdown
 from utils.head_config import HeadConfig
 from utils.loss.batched import CLASSES
 from utils.loss.criterion import build_losses
@@ -65,22 +67,17 @@ class Step:
     def captured(self):
         """A function that replays the step as a CUDA graph, with its candidates copied before."""
         static, new = [candidates.to(self.device) for candidates in self.prepare()], self.prepare()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                self.model.zero_grad()
-                self.compute(static)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        self.model.zero_grad()
-        with torch.cuda.graph(graph):
+
+        def step():
+            self.model.zero_grad()
             self.compute(static)
+
+        replay_step = graph_replay(step)
 
         def replay():
             for old, fresh in zip(static, new, strict=True):
                 old.copy_(fresh)
-            graph.replay()
+            replay_step()
 
         return replay
 
@@ -109,25 +106,17 @@ def measure_step(step, device):
 def table(results):
     """Markdown: a row for each pair and model, and the ratio of four heads to one."""
     columns = ("eager", "graph", "prepare", "peak")
-    lines = ["| losses | model | " + " | ".join(columns) + " |", "|---" * 6 + "|"]
+    rows = []
     for pair, models in results.items():
-        for name, numbers in models.items():
-            cells = [_cell(numbers.get(column)) for column in columns]
-            lines.append(f"| {pair} | {name} | " + " | ".join(cells) + " |")
+        rows += [[pair, name, *(in_words(numbers.get(c)) for c in columns)] for name, numbers in models.items()]
         one, four = models.values()
         ratios = [f"{_median(four[c]) / _median(one[c]):.2f}x" if c in one else "-" for c in columns]
-        lines.append(f"| {pair} | four to one | " + " | ".join(ratios) + " |")
-    return "\n".join(lines)
+        rows.append([pair, "four to one", *ratios])
+    return markdown.table(["losses", "model", *columns], rows)
 
 
 def _median(value):
     return value[0] if isinstance(value, tuple) else value
-
-
-def _cell(value):
-    if value is None:
-        return "-"
-    return "{:.2f} ({:.2f}-{:.2f})".format(*value) if isinstance(value, tuple) else f"{value:.0f}"
 
 
 def main(opt):
@@ -162,4 +151,4 @@ if __name__ == "__main__":
     add("--img", type=int, default=320, help="pixels")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--out", default="runs/bench_heads")
-    main(parser.parse_args())
+    command_line.run_tool(main, parser.parse_args(), logging.WARNING)

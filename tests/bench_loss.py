@@ -18,6 +18,7 @@ older checkout first, in a process of its own.
 
 import argparse
 import json
+import logging
 import os
 import platform
 import statistics
@@ -32,7 +33,9 @@ import torch
 sys.path.insert(0, os.environ.get("BENCH_LOSS_ROOT") or str(Path(__file__).resolve().parents[1]))
 
 from tests.loss_cases import model_with_head
+from tools.experiments import command_line
 from utils.loss import assigner, batched, batched_assigner, criterion
+from utils.run import entry
 
 ANCHORS = ((10, 13, 16, 30, 33, 23), (30, 61, 62, 45, 59, 119), (116, 90, 156, 198, 373, 326))  # pixels
 STRIDES = (8, 16, 32)
@@ -48,20 +51,26 @@ KINDS = {
 
 
 def make_case(batch, boxes, num_classes, size, device):
-    """Model, predictions and targets (on the host): the number of boxes of an image varies as in COCO mosaics."""
-    generator = torch.manual_seed(0)
+    """Model, predictions and targets (on the host)."""
+    torch.manual_seed(0)
     strides = torch.tensor(STRIDES, dtype=torch.float32)
     anchors = torch.tensor(ANCHORS).view(3, 3, 2) / strides[:, None, None]
     model = model_with_head(anchors.to(device), strides, num_classes, box=0.05, cls=0.3, obj=0.7)
     on_device = torch.Generator(device).manual_seed(0)
     shapes = [(batch, 3, size // stride, size // stride, 5 + num_classes) for stride in STRIDES]
     predictions = [torch.randn(shape, generator=on_device, device=device).requires_grad_() for shape in shapes]
+    return model, predictions, random_targets(batch, boxes, num_classes)
+
+
+def random_targets(batch, boxes, num_classes, seed=0):
+    """Targets [n x 6]: about `boxes` for an image, their number and sizes spread as in COCO mosaics."""
+    generator = torch.Generator().manual_seed(seed)
     mean = boxes * torch.rand(batch, generator=generator) * 2
     image = torch.arange(batch).repeat_interleave(torch.poisson(mean, generator=generator).long())[:, None]
     sides = (torch.randn(len(image), 2, generator=generator) * 0.9 - 2.2).exp().clamp(0.01, 0.95)
     centres = sides / 2 + torch.rand(len(image), 2, generator=generator) * (1 - sides)
     classes = torch.randint(num_classes, (len(image), 1), generator=generator)
-    return model, predictions, torch.cat((image, classes, centres, sides), 1)
+    return torch.cat((image, classes, centres, sides), 1)
 
 
 def measure(function, device, most=50, seconds=1.0):
@@ -144,7 +153,7 @@ def graph_replay(step):
             step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         outputs = step()
 
     def replay(step=step):  # with it the memory that the graph reads is held
@@ -329,8 +338,8 @@ def plot(rows, path, title):
     figure.savefig(path, dpi=120)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=entry.Help)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--short", action="store_true", help="a handful of cases, within two minutes")
     parser.add_argument("--captured", action="store_true", help="the fast losses as parts of a captured step, as json")
@@ -338,7 +347,10 @@ def main():
     parser.add_argument("--seconds", type=float, default=1.0, help="for the repetitions of one number")
     parser.add_argument("--threads", type=int, default=None, help="of the CPU")
     parser.add_argument("--out", default="runs/bench_loss", help="folder of table, json and plot")
-    opt = parser.parse_args()
+    return parser.parse_args()
+
+
+def main(opt):
     device = torch.device(opt.device)
     if opt.threads:
         torch.set_num_threads(opt.threads)
@@ -369,4 +381,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run_tool(main, parse(), logging.WARNING)

@@ -1,12 +1,15 @@
 """The fused model and what each of its pieces gains: forward and backward pass alone, in a CUDA graph, in one process.
 
-python tests/bench_pieces.py [--base FOLDER] [--cases 0 1 2 3] [--variants now before] [--profile] [--out runs/pieces]
+    python tests/bench_pieces.py [--base FOLDER] [--cases 0 1 2 3] \\
+        [--variants now before] [--profile] [--out runs/pieces]
 
 Variants:
+
     ordinary    the model itself, channels-last
     before      models/fused/network.py of the checkout in FOLDER
     now         models/fused/network.py
-    without X   the same, but piece X is done in the ordinary way: what it is slower than `now` is what X gains alone
+    without X   the same, but piece X is done in the ordinary way: what it is
+                slower than `now` is what X gains alone
 
 fp16 autocast; the gradients of the maps are fixed, in the layout of the maps. Each variant has a model of its own, is
 warmed up and captured; then the graphs are replayed in turns, `--rounds` times. Milliseconds are medians between
@@ -17,6 +20,7 @@ of one pass takes, by name and in order.
 import argparse
 import gc
 import importlib
+import logging
 import platform
 import sys
 import traceback
@@ -31,6 +35,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.bench_step import CASES, spread  # noqa: E402  (needs the path above)
+from tools.experiments import command_line  # noqa: E402
+from utils.run import entry  # noqa: E402
 
 
 @contextmanager
@@ -163,15 +169,18 @@ def compare(case, opt, device):
             profile(captured[variant].body, Path(opt.out) / f"{case[0]}_{case[1]}_{case[2]}_{variant}.txt")
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=entry.Help)
     parser.add_argument("--base", help="folder of the checkout that `before` comes from")
     parser.add_argument("--cases", type=int, nargs="+", default=range(len(CASES)), help=f"numbers in {CASES}")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="only these")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="VARIANT", help="only these")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", default="runs/pieces", help="folder of the profiles")
-    opt = parser.parse_args()
+    return parser.parse_args()
+
+
+def main(opt):
     torch.backends.cudnn.benchmark = True
     Path(opt.out).mkdir(parents=True, exist_ok=True)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Python {platform.python_version()}")
@@ -183,4 +192,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run_tool(main, parse(), logging.WARNING)

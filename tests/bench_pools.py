@@ -1,14 +1,14 @@
-"""The kernels of models/fused/pools.py and stem.py beside torch's, each alone in a CUDA graph.
+"""The kernels of models/fused/pools.py beside torch's, each alone in a CUDA graph.
 
 python tests/bench_pools.py [--rounds 3] [--cases tiny384]
 
 Milliseconds are medians of replays, with the 10th and 90th percentile in brackets; both sides in turns, channels-last,
-fp16. `pyramid` is three 5x5 pools in a chain with their concatenation, and backward the additions of its slices. `stem`
-goes from bytes to the first convolution's output and back to the gradient of its weight. Ours writes into slices, torch
-concatenates.
+fp16. `pyramid` is three 5x5 pools in a chain with their concatenation, and backward the additions of its slices. Ours
+writes into slices, torch concatenates.
 """
 
 import argparse
+import logging
 import platform
 import sys
 from pathlib import Path
@@ -18,17 +18,17 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from models.fused import pools  # noqa: E402  (needs the path above)
-from models.fused import stem as fused_stem  # noqa: E402
-from tests.bench_step import replayed  # noqa: E402
-from utils.fast.prefetcher import as_float  # noqa: E402
+from models.fused import pools
+from tests.bench_step import replayed
+from tools.experiments import command_line
+from utils.run import entry
 
-# name: batch, image side, channels and side of the pyramid, of 2x2 pooling, of up-sampling, stem (width, stride)
+# name: batch, channels and side of the pyramid, of 2x2 pooling, of up-sampling
 CASES = {
-    "tiny384": (384, 320, (256, 10), ((64, 80), (128, 40), (256, 20)), ((128, 10), (64, 20)), (32, 2)),
-    "tiny64": (64, 320, (256, 10), ((64, 80), (128, 40), (256, 20)), ((128, 10), (64, 20)), (32, 2)),
-    "yolov7-320": (64, 320, (512, 10), ((256, 80), (512, 40), (1024, 20)), ((256, 10), (128, 20)), (32, 1)),
-    "yolov7-640": (32, 640, (512, 20), ((256, 160), (512, 80), (1024, 40)), ((256, 20), (128, 40)), (32, 1)),
+    "tiny384": (384, (256, 10), ((64, 80), (128, 40), (256, 20)), ((128, 10), (64, 20))),
+    "tiny64": (64, (256, 10), ((64, 80), (128, 40), (256, 20)), ((128, 10), (64, 20))),
+    "yolov7-320": (64, (512, 10), ((256, 80), (512, 40), (1024, 20)), ((256, 10), (128, 20))),
+    "yolov7-640": (32, (512, 20), ((256, 160), (512, 80), (1024, 40)), ((256, 20), (128, 40))),
 }  # fmt: skip
 
 
@@ -100,65 +100,33 @@ def up(batch, sides):
     yield "up-sampling into slices, forward and backward", both, torch_both
 
 
-def stem(batch, side, width, stride):
-    images = torch.randint(256, (batch, side, side, 3), dtype=torch.uint8, device="cuda").permute(0, 3, 1, 2)
-    weight = torch.randn(width, 3, 3, 3, device="cuda", requires_grad=True)
-    gradient = half(batch, width, side // stride, side // stride)
-
-    def torch_both():
-        with torch.autocast("cuda", cache_enabled=False):
-            y = functional.conv2d(as_float(images), weight, stride=stride, padding=1)
-        torch.autograd.grad(y, weight, gradient)
-
-    def padded(channels):
-        def both():
-            w = fused_stem.padded_weight(weight.detach(), channels).requires_grad_()
-            y = functional.conv2d(fused_stem.padded_images(images, channels), w, stride=stride, padding=1)
-            return torch.autograd.grad(y, w, gradient)[0][:, :3].float()
-
-        return both
-
-    def blocks():
-        w = fused_stem.depth_weight(weight.detach()).requires_grad_()
-        y = functional.conv2d(fused_stem.depth_images(images), w)
-        return fused_stem.depth_weight_gradient(torch.autograd.grad(y, w, gradient)[0].float())
-
-    yield "stem's images in float32 and half", None, lambda: as_float(images).half()
-    yield "stem's images padded to 8", lambda: fused_stem.padded_images(images), None
-    yield "stem padded to 4", padded(4), torch_both
-    yield "stem padded to 8", padded(8), torch_both
-    if stride == 2:
-        yield "stem's images as blocks", lambda: fused_stem.depth_images(images), None
-        yield "stem on blocks", blocks, torch_both
-
-
 def pieces(case):
-    batch, side, levels, halves, ups, (width, stride) = CASES[case]
+    batch, levels, halves, ups = CASES[case]
     yield from pyramid(batch, *levels)
     yield from halving(batch, halves)
     yield from up(batch, ups)
-    yield from stem(batch, side, width, stride)
 
 
-def in_words(times):
-    return "{:.3f} ({:.3f}-{:.3f})".format(*times) if times else "-"
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=entry.Help)
     parser.add_argument("--rounds", type=int, default=1, help="how often each side is measured, in turns")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    opt = parser.parse_args()
+    parser.add_argument(
+        "--cases", nargs="+", choices=CASES, metavar="CASE", default=list(CASES), help=f"of {', '.join(CASES)}"
+    )
+    return parser.parse_args()
+
+
+def main(opt):
     torch.backends.cudnn.benchmark = True
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Python {platform.python_version()}")
     print("| case | piece | ours, ms | torch, ms |\n|---|---|---|---|")
     for case in opt.cases:
         for name, ours, theirs in pieces(case):
             for _ in range(opt.rounds):
-                row = [in_words(replayed(side) if side else None) for side in (ours, theirs)]
+                row = ["{:.3f} ({:.3f}-{:.3f})".format(*replayed(side)) for side in (ours, theirs)]
                 print(f"| {case} | {name} | {row[0]} | {row[1]} |", flush=True)
         torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run_tool(main, parse(), logging.WARNING)

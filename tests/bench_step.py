@@ -32,16 +32,19 @@ from torch.optim.lr_scheduler import LambdaLR
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from models.yolo import Model  # noqa: E402  (needs the path above)
-from utils.config.hyp import load_hyp, scale_hyp  # noqa: E402
-from utils.engine import optimizer as optim  # noqa: E402
-from utils.engine.batches import Batch  # noqa: E402
-from utils.engine.ema import ModelEMA  # noqa: E402
-from utils.engine.trainer import Trainer  # noqa: E402
-from utils.fast.graph_step import GraphSteps  # noqa: E402
-from utils.fast.prefetcher import AHEAD, Prefetcher, as_float  # noqa: E402
-from utils.fast.train_step import FastSteps  # noqa: E402
-from utils.loss import batched, criterion  # noqa: E402
+from models.yolo import Model
+from tests.bench_loss import graph_replay, random_targets
+from tools.experiments import command_line
+from utils.config.hyp import load_hyp, scale_hyp
+from utils.engine import optimizer as optim
+from utils.engine.batches import Batch
+from utils.engine.ema import ModelEMA
+from utils.engine.trainer import Trainer
+from utils.fast.graph_step import GraphSteps
+from utils.fast.prefetcher import AHEAD, Prefetcher, as_float
+from utils.fast.train_step import FastSteps
+from utils.loss import batched, criterion
+from utils.run import entry
 
 REPLAY = GraphSteps.replay
 ROOT = Path(__file__).resolve().parents[1]
@@ -82,18 +85,7 @@ def network_of(model, path, device):
 
 def target_sets(case):
     """NUM_SETS times targets [n x 6] on the host."""
-    return [random_targets(case[2], seed) for seed in range(NUM_SETS)]
-
-
-def random_targets(batch, seed):
-    """Targets [n x 6]: about BOXES for an image, their number and sizes spread as in COCO mosaics."""
-    generator = torch.Generator().manual_seed(seed)
-    mean = BOXES * torch.rand(batch, generator=generator) * 2
-    image = torch.arange(batch).repeat_interleave(torch.poisson(mean, generator=generator).long())[:, None]
-    sides = (torch.randn(len(image), 2, generator=generator) * 0.9 - 2.2).exp().clamp(0.01, 0.95)
-    centres = sides / 2 + torch.rand(len(image), 2, generator=generator) * (1 - sides)
-    classes = torch.randint(NUM_CLASSES, (len(image), 1), generator=generator)
-    return torch.cat((image, classes, centres, sides), 1)
+    return [random_targets(case[2], BOXES, NUM_CLASSES, seed) for seed in range(NUM_SETS)]
 
 
 def endless(case, path, sets, device):
@@ -199,19 +191,10 @@ def spread(times):
 
 def replayed(body, most=20):
     """Milliseconds of a captured `body`."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            body()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        body()
-    times = []
+    replay, times = graph_replay(body), []
     for _ in range(most):
         start = _mark(True)
-        graph.replay()
+        replay()
         end = _mark(True)
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end))
@@ -280,16 +263,18 @@ def in_words(case, kind, path, row):
     )
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=entry.Help)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--short", action="store_true", help="without the slow reference of OTA at large batches")
     parser.add_argument("--seconds", type=float, default=600, help="no row is started after so long")
     parser.add_argument("--paths", nargs="+", help="only these of the paths in the table, and limits")
     parser.add_argument("--amp", default=None, choices=["fp16", "bf16", "off"])
     parser.add_argument("--out", default="runs/bench_step", help="folder of the json and the table")
-    opt = parser.parse_args()
-    logging.basicConfig(level=logging.WARNING)
+    return parser.parse_args()
+
+
+def main(opt):
     device, started = torch.device(opt.device), time.perf_counter()
     torch.backends.cudnn.benchmark = True
     title = f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}, torch {torch.__version__}, "
@@ -330,4 +315,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run_tool(main, parse(), logging.WARNING)

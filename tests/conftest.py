@@ -11,7 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests import golden_data, parity  # noqa: E402  (needs the path above)
+from tests import golden_data, parity
 
 cv2.setNumThreads(0)
 # In the background and in the processes of `pytest -n` this signal is ignored, and every program that a test starts

@@ -18,7 +18,6 @@ import multiprocessing
 import os
 import resource
 import shutil
-import sys
 import tempfile
 import time
 import traceback
@@ -33,6 +32,7 @@ from models.experimental import rebuild
 from models.yolo import Model
 from tests import mutations
 from tests.tiny_model import tiny_model
+from tools.experiments import command_line
 from utils.config.data_yaml import load_data_yaml
 from utils.config.hyp import HYPER_PARAMETERS, load_hyp
 from utils.config.options import read_options
@@ -296,7 +296,8 @@ def main(arguments=None):
     parser.add_argument("--inputs", type=int, default=200, help="files of each kind")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="+", help="only these")
-    parser.add_argument("--show", nargs="+", choices=OUTCOMES, default=["crashed", "hung"])
+    parser.add_argument("--show", nargs="+", choices=OUTCOMES, metavar="OUTCOME", default=["crashed", "hung"],
+                        help=f"of {', '.join(OUTCOMES)}")  # fmt: skip
     parser.add_argument("--json", help="write all results to this file")
     opt = parser.parse_args(arguments)
     home = Path.cwd()
@@ -322,4 +323,4 @@ def main(arguments=None):
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    sys.exit(not main())
+    command_line.run_tool(lambda _: not main())

@@ -30,14 +30,15 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import train  # noqa: E402  (needs the path above)
-from tests import small_run  # noqa: E402
-from utils.engine import resume  # noqa: E402
-from utils.engine.checkpoint import Checkpoints  # noqa: E402
-from utils.engine.checkpoint_reader import read_checkpoint  # noqa: E402
-from utils.loggers import results as report  # noqa: E402
-from utils.plots import run as plots  # noqa: E402
-from utils.run import entry  # noqa: E402
+import train
+from tests import small_run
+from tools.experiments import command_line
+from utils.engine import resume
+from utils.engine.checkpoint import Checkpoints
+from utils.engine.checkpoint_reader import read_checkpoint
+from utils.loggers import results as report
+from utils.plots import run as plots
+from utils.run import entry
 
 MOMENTS = ("time",) * 4 + ("file",) * 2 + ("checkpoint",) * 3 + ("validation",) * 2 + ("results", "last steps")
 HYP = {"warmup_min_iters": 5, "warmup_epochs": 1.0}
@@ -149,7 +150,9 @@ def start(line, log, moment=None, number=None, rng=None, epochs=0, seconds=0.0):
     while True:
         done, status = os.waitpid(process, os.WNOHANG)
         if done:
-            return (os.WTERMSIG(status), 0) if os.WIFSIGNALED(status) else (0, os.WEXITSTATUS(status))
+            status = os.waitstatus_to_exitcode(status)
+            ended_by = signal.SIGTERM if status == 128 + signal.SIGTERM else max(-status, 0)
+            return (ended_by, 0) if ended_by else (0, status)
         if time.monotonic() > deadline:
             os.kill(process, number or signal.SIGKILL)
             deadline += LIMIT
@@ -250,7 +253,7 @@ def draw_nothing(*arguments, **options):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=entry.Help)
     parser.add_argument("--kills", type=int, default=50, help="of all runs together")
     parser.add_argument("--kills-a-run", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=8)
@@ -287,4 +290,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command_line.run_tool(main)

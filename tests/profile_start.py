@@ -1,11 +1,14 @@
-"""Where the seconds of a short run go: from the command to the first step, and from the last step to the prompt.
+"""Where the seconds of a short run go: to the first step, and from the last one.
 
-    python tests/profile_start.py                        # tiny, 320 px, batch 384, 2 epochs of 4 steps
-    python tests/profile_start.py --batch 4 --images 16 --device cpu --variants "off, --fast"
+    python tests/profile_start.py      # tiny, 320 px, batch 384, 2 epochs
+    python tests/profile_start.py --batch 4 --images 16 --device cpu \\
+        --variants "off, --fast"
 
-Each variant runs twice, as processes of their own: cold (no label cache, an empty TRITON_CACHE_DIR) and warm. A row is
-a phase: when it began, in seconds since the command, and how long it took; what lies inside another is indented, what
-another thread does is "beside". The first steps are waited for, so that each shows its own work.
+Each variant runs twice, as processes of their own: cold (no label cache, an
+empty TRITON_CACHE_DIR) and warm. A row is a phase: when it began, in seconds
+since the command, and how long it took; what lies inside another is indented,
+what another thread does is "beside". The first steps are waited for, so that
+each shows its own work.
 """
 
 import argparse
@@ -190,6 +193,8 @@ def patch(seam, phases):
 
 def measure(options, data, flags, cache, name):
     """The spans of one run, and [name, begin, end, depth] of its end; None if it failed."""
+    from tools.experiments import runner  # not in a child, whose imports are measured
+
     out = Path(options.folder) / f"{name}.json"
     out.unlink(missing_ok=True)
     line = ["--data", str(data), "--cfg", options.cfg, "--hyp", options.hyp, "--img", str(options.img), "--batch-size",
@@ -199,12 +204,12 @@ def measure(options, data, flags, cache, name):
     began = time.time()
     command = [sys.executable, __file__, "--child", str(out), *["--samples"] * options.samples, "--", *line]
     environment = os.environ | {"YOLOV7FAST_BEGAN": str(began), "TRITON_CACHE_DIR": str(cache)}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=options.timeout)
+    log = out.with_suffix(".log")
+    status = runner.run_program(command, log, environment, options.timeout)
     end = time.time() - began
-    if result.returncode or not out.exists():
-        print((result.stdout + result.stderr)[-3000:], flush=True)
+    if status or not out.exists():
+        print(log.read_text(errors="replace")[-3000:], flush=True)
         return None
-    out.with_suffix(".log").write_text(result.stdout + result.stderr)
     spans = json.loads(out.read_text())["spans"]
     last = max(end for _, _, end, _ in spans)
     return [*spans, ["exit", last, end, 0]]
@@ -218,11 +223,7 @@ def table(spans):
     return "\n".join(["   begin  seconds", *lines, f"first step done {first:.2f}, all {rows[-1][2]:.2f}"])
 
 
-def main():
-    options = parse()
-    if options.child:
-        child(options)
-        return
+def main(options):
     from tests.profile_training_loop import write_data
 
     with tempfile.TemporaryDirectory() as folder:
@@ -261,4 +262,10 @@ def parse():
 
 
 if __name__ == "__main__":
-    main()
+    options = parse()
+    if options.child:
+        child(options)
+    else:  # its imports would be missing in what a child measures
+        from tools.experiments import command_line
+
+        command_line.run_tool(main, options)

@@ -1,9 +1,11 @@
 """Where the time of a training step goes: the flags-off path, each flag alone, and all of them, through train.train.
 
-    python tests/profile_training_loop.py --short                    # tiny, 320 px, batch 64: off, graph, all
+    python tests/profile_training_loop.py --short    # tiny: off, graph, all
     python tests/profile_training_loop.py --jobs tiny384 tiny64 full64 full640
-    python tests/profile_training_loop.py --cfg cfg/training/yolov7.yaml --img 640 --batch 32 --variants="off, --fast"
-    python tests/profile_training_loop.py --ranks 1 2 --jobs tiny384 tiny64 full64 full640 --variants=--fast
+    python tests/profile_training_loop.py --cfg cfg/training/yolov7.yaml \\
+        --img 640 --batch 32 --variants="off, --fast"
+    python tests/profile_training_loop.py --ranks 1 2 --jobs tiny384 full640 \\
+        --variants=--fast
 
 Every row is a process of its own that runs train.py's own code on a drawn data set of 640 x 480 JPEGs with polygons,
 kept in RAM: warm-up, then 200 steps whose rate counts, then 40 steps with the phases timed, then steps on a batch that
@@ -16,13 +18,17 @@ phases.png into --out.
 With several --ranks every variant is run by so many processes of torchrun, one a card; the batch is that of one card,
 and there are as many batches in an epoch. Stages then end by their steps, which the first one tells to all.
 
-    img/s       of all cards, end to end, epoch changes included, pictures, validation and checkpoints not
+    img/s       of all cards, end to end, epoch changes included, pictures,
+                validation and checkpoints not
     scaling     img/s of a card, as a share of what one card alone reached
     resident    the same with one batch for ever
-    gpu         utilisation in percent, as NVML or nvidia-smi tells it
-    main, workers   cores that the main process (the busiest one), and all children together, use
-    the phases  ms a step; on a GPU between events of the stream, so that waiting for the host counts; `graph` is the
-                replay of a captured step, `optimiser` includes clearing the gradients, `read-back` the progress bar
+    gpu         utilisation in percent, as NVML tells it
+    main, workers   cores that the main process (the busiest one), and all
+                children together, use
+    the phases  ms a step; on a GPU between events of the stream, so that
+                waiting for the host counts; `graph` is the replay of a
+                captured step, `optimiser` includes clearing the gradients,
+                `read-back` the progress bar
 """
 
 import argparse
@@ -30,7 +36,6 @@ import itertools
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -41,20 +46,23 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tools.experiments import markdown  # noqa: E402  (needs the path above)
+
 JOBS = {  # cfg, hyp, pixels, batch
     "tiny384": ("yolov7-tiny", "tiny", 320, 384),
     "tiny64": ("yolov7-tiny", "tiny", 320, 64),
     "full64": ("yolov7", "p5", 320, 64),
     "full640": ("yolov7", "p5", 640, 32),
 }
+COLUMNS = ("job", "variant", "cards", "img/s", "scaling", "steps", "resident", "gpu %", "main", "workers", "GB",
+           "ms/step")  # fmt: skip
 LOADER, STEP = "--fast-dataloader", "--fast-loss --fast-step"
 VARIANTS = ["off", LOADER, "--fast-loss", "--fast-step", "--amp bf16", "--amp off", "USE_COMPILE=1",
             f"{LOADER} {STEP}", f"{LOADER} {STEP} --cuda-graph", "--fast", "--fast USE_COMPILE=1"]  # fmt: skip
 SHORT = ["off", f"{LOADER} {STEP}", "--fast"]
 
 
-def main():
-    options = parse()
+def main(options):
     if options.child:
         path = Path(options.child + os.environ.get("RANK", ""))
         path.write_text(json.dumps(measure(options)))
@@ -89,6 +97,8 @@ def job_options(job, options):
 
 def run_child(job, chosen, variant, data, folder, options, ranks=1):
     """The row of one variant: what `measure` found in all `ranks` processes, or the reason why it found nothing."""
+    from tools.experiments import runner
+
     flags, environment, unknown = split_variant(variant)
     row = {"job": job or Path(chosen["cfg"]).stem, **chosen, "variant": variant, "cards": ranks}
     if unknown:
@@ -104,16 +114,8 @@ def run_child(job, chosen, variant, data, folder, options, ranks=1):
             str(chosen["batch"]), "--steps", str(options.steps), "--seconds", str(options.seconds), "--workers",
             str(options.workers), "--device", options.device, "--", *flags]  # fmt: skip
     started, log = time.perf_counter(), Path(options.out) / "last_run.log"
-    with log.open("w") as file:
-        process = subprocess.Popen(line, env=os.environ | environment, stdout=file, stderr=subprocess.STDOUT)
-        try:
-            process.wait(options.timeout)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # a launcher ends its processes then
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(40)
-            process.kill()
-            return row | {"error": f"not done after {options.timeout} s"}
+    if runner.run_program(line, log, os.environ | environment, options.timeout) is None:
+        return row | {"error": f"not done after {options.timeout} s"}
     row["whole_seconds"] = time.perf_counter() - started
     if not all(result.exists() for result in results):
         return row | {"error": last_words(log)}
@@ -238,7 +240,9 @@ def instruments(timeline):
     import torch
 
     from models.yolo import Model
-    from utils.engine import ema
+    from utils.engine.ema import ModelEMA
+    from utils.fast.exchange import Exchange
+    from utils.fast.graph_step import GraphSteps
 
     stack = ExitStack()
     call = torch.nn.Module.__call__
@@ -247,22 +251,12 @@ def instruments(timeline):
         return (timeline.around(call, "forward", "loss") if model.training else call)(model, *args, **kwargs)
 
     stack.enter_context(mock.patch.object(Model, "__call__", timed_call))
-    stack.enter_context(
-        mock.patch.object(torch.Tensor, "backward", timeline.around(torch.Tensor.backward, "backward", "optimiser"))
-    )
-    stack.enter_context(mock.patch.object(ema.ModelEMA, "update", timeline.around(ema.ModelEMA.update, "EMA")))
-    if hasattr(ema, "AverageAtOnce"):
-        move = timeline.around(ema.AverageAtOnce.move, "EMA")
-        stack.enter_context(mock.patch.object(ema.AverageAtOnce, "move", move))
-    try:
-        from utils.fast.graph_step import GraphSteps
-    except ImportError:
-        return stack
-    from utils.fast.exchange import Exchange
-
-    for owner, name, phase in ((GraphSteps, "backward", "graph"), (GraphSteps, "update", "optimiser"),
-                               (Exchange, "add_gradients", "exchange")):  # fmt: skip
-        stack.enter_context(mock.patch.object(owner, name, timeline.around(getattr(owner, name), phase)))
+    for owner, name, *phases in (
+        (torch.Tensor, "backward", "backward", "optimiser"), (ModelEMA, "update", "EMA"),
+        (GraphSteps, "backward", "graph"), (GraphSteps, "update", "optimiser"),
+        (Exchange, "add_gradients", "exchange"),
+    ):  # fmt: skip
+        stack.enter_context(mock.patch.object(owner, name, timeline.around(getattr(owner, name), *phases)))
     return stack
 
 
@@ -302,27 +296,11 @@ def phases_of(rows):
 def table(rows):
     """Markdown; a failed row says why."""
     done = [row for row in rows if "error" not in row]
-    phases = phases_of(done)
-    head = [
-        "job",
-        "variant",
-        "cards",
-        "img/s",
-        "scaling",
-        "steps",
-        "resident",
-        "gpu %",
-        "main",
-        "workers",
-        "GB",
-        "ms/step",
-        *phases,
-    ]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    phases, lines = phases_of(done), []
     for row in rows:
         cells = [f"{row['job']}, batch {row['batch']}", f"`{row['variant']}`", str(row["cards"])]
         if "error" in row:
-            lines.append("| " + " | ".join([*cells, row["error"].replace("|", "/")]) + " |")
+            lines.append([*cells, row["error"].replace("|", "/")])
             continue
         whole = row["end to end"]
         gpu = "-" if whole["gpu"] is None else f"{whole['gpu']:.0f}"
@@ -332,8 +310,8 @@ def table(rows):
                   f"{whole['main_cores']:.2f}", f"{whole['worker_cores']:.1f}", memory,
                   f"{1e3 * whole['seconds'] / whole['steps']:.1f}"]  # fmt: skip
         cells += [f"{row['phases']['device_ms'].get(name, 0):.1f}" for name in phases]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return markdown.table([*COLUMNS, *phases], lines)
 
 
 def heading(options):
@@ -378,8 +356,11 @@ def plot(rows, path, title):
 
 
 def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", nargs="+", choices=list(JOBS), help="presets; without them --cfg, --img, --batch")
+    from utils.run import entry
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=entry.Help)
+    parser.add_argument("--jobs", nargs="+", choices=list(JOBS), metavar="JOB",
+                        help=f"presets, of {', '.join(JOBS)}; without them --cfg, --img, --batch")  # fmt: skip
     parser.add_argument("--cfg", default=str(ROOT / "cfg/training/yolov7-tiny.yaml"))
     parser.add_argument("--hyp", default=str(ROOT / "data/hyp.scratch.tiny.yaml"))
     parser.add_argument("--img", type=int, default=320)
@@ -410,7 +391,10 @@ def parse():
 
 
 if __name__ == "__main__":
-    from utils.system.streams import keep_streams
+    options = parse()
+    if options.child:
+        main(options)
+    else:
+        from tools.experiments import command_line
 
-    keep_streams()
-    main()
+        command_line.run_tool(main, options)

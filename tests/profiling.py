@@ -1,13 +1,13 @@
 """Instruments around a real training run: where the time of a step goes, and what the machine does meanwhile."""
 
 import os
-import shutil
-import subprocess
 import threading
 import time
 from collections import defaultdict
+from contextlib import suppress
 from typing import NamedTuple
 
+import pynvml
 import torch
 
 from tools.bench_loader import children, cpu_seconds
@@ -90,29 +90,20 @@ class Usage:
 
 
 class GpuLoad:
-    """Mean utilisation of a visible GPU in percent, sampled beside the run: by NVML, else by nvidia-smi."""
+    """Mean utilisation of a visible GPU in percent, sampled beside the run by NVML; None without it."""
 
     def __init__(self, number=0, interval=0.2):
         self.samples, self.interval, self.stopped = [], interval, threading.Event()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         index = visible[number] if number < len(visible) and visible[number] else str(number)
-        self.smi, self.thread = None, None
-        try:
-            import pynvml
-
+        self.thread = None
+        with suppress(pynvml.NVMLError):
             pynvml.nvmlInit()
             handle = pynvml.nvmlDeviceGetHandleByIndex(int(index) if index.isdigit() else 0)
-            self.thread = threading.Thread(target=self._sample, args=(pynvml, handle), daemon=True)
+            self.thread = threading.Thread(target=self._sample, args=(handle,), daemon=True)
             self.thread.start()
-        except Exception:  # no NVML: there may still be the program
-            if shutil.which("nvidia-smi"):
-                self.smi = subprocess.Popen(
-                    ["nvidia-smi", "-i", index, "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits",
-                     "-lms", str(int(interval * 1000))],
-                    stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-                )  # fmt: skip
 
-    def _sample(self, pynvml, handle):
+    def _sample(self, handle):
         while not self.stopped.wait(self.interval):
             self.samples.append(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
 
@@ -120,10 +111,6 @@ class GpuLoad:
         self.stopped.set()
         if self.thread:
             self.thread.join()
-        if self.smi:
-            self.smi.terminate()
-            words = self.smi.communicate()[0].split()
-            self.samples = [int(word) for word in words if word.isdigit()][1:]  # the first looks back before the start
         return sum(self.samples) / len(self.samples) if self.samples else None
 
 

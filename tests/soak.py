@@ -21,6 +21,7 @@ import numpy as np
 import psutil
 
 from tests import small_run
+from tools.experiments import command_line
 from utils.system.files import atomic_write
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -126,7 +127,9 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--minutes", type=float, default=120, help="for all sets together")
     parser.add_argument("--interval", type=float, default=5, help="seconds between two samples")
-    parser.add_argument("--only", nargs="+", choices=SETS, default=list(SETS))
+    parser.add_argument(
+        "--only", nargs="+", choices=SETS, metavar="SET", default=list(SETS), help=f"of {', '.join(SETS)}"
+    )
     parser.add_argument("--extra", default="", help="flags for every set, in one string")
     parser.add_argument("--out", default="runs/soak")
     opt = parser.parse_args(arguments)
@@ -153,4 +156,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    sys.exit(not main())
+    command_line.run_tool(lambda _: not main())

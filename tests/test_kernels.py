@@ -98,11 +98,19 @@ def add_maps():
     sums.add_activation_gradient([x], [x, x], SILU, 0.0)
 
 
+def conversion_tables(has_formula=False):
+    from utils.data.fast.device_augment import ConversionTables
+
+    return ConversionTables(torch.zeros(512, dtype=torch.int32), torch.zeros(9, dtype=torch.int32), has_formula)
+
+
 def augment_a_batch():
     from utils.data.fast import deferred, device_augment_triton
 
     steps = torch.zeros(2, deferred.STEPS + 4096, dtype=torch.uint8)
-    tables = SimpleNamespace(divisions=torch.zeros(512, dtype=torch.int32), colours=torch.zeros(9, dtype=torch.int32))
+    tables = conversion_tables()
+    numbers = torch.zeros(2048, dtype=torch.int32)
+    device_augment_triton._count_other_colours[(1,)](numbers, numbers, 2048, enable_fp_fusion=False)
     pixels = torch.zeros(2, 64, 32, 3, dtype=torch.uint8)
     for mode in (deferred.FLOATING, None):
         device_augment_triton.augment(pixels, steps, tables, mode, torch.zeros(2, 32, 32, 3, dtype=torch.uint8))
@@ -113,7 +121,7 @@ def compose_a_batch():
     from utils.data.gpu import compose_triton
     from utils.data.gpu.recipes import RECIPE
 
-    tables = SimpleNamespace(divisions=torch.zeros(512, dtype=torch.int32), colours=torch.zeros(9, dtype=torch.int32))
+    tables = conversion_tables(has_formula=True)
     store, recipes = torch.zeros(99, dtype=torch.uint8), torch.zeros(2, RECIPE, dtype=torch.uint8)
     for mode in (deferred.FLOATING, deferred.FIXED):
         images = torch.zeros(2, 64, 64, 3, dtype=torch.uint8)
@@ -132,6 +140,15 @@ def compute_losses():
         compute_loss(maps, case.targets, case.images)[0].backward()
 
 
+def decode_boxes():
+    from models.fused import boxes
+
+    head = SimpleNamespace(anchor_grid=torch.zeros(1, 1, 3, 1, 1, 2, dtype=torch.float16), stride=torch.tensor([8.0]))
+    boxes.decode_all(
+        head, [torch.zeros(2, 4, 4, 256, dtype=torch.float16)[..., :255].unflatten(3, (3, 85)).movedim(3, 1)]
+    )
+
+
 def suppress_boxes():
     from utils.fast import nms_triton
 
@@ -145,6 +162,7 @@ LAUNCHES = {
     "sums": add_maps,
     "pools": pool_and_upsample,
     "stem": first_convolution,
+    "boxes": decode_boxes,
     "augmentation": augment_a_batch,
     "composing": compose_a_batch,
     "losses": compute_losses,

@@ -280,8 +280,36 @@ def test_only_the_main_process_draws(monkeypatch):
     for rank in (0, 1):
         run = Run(opt, {}, SimpleNamespace(names=[], nc=2), torch.device("cpu"), Ranks(rank, rank, 2))
         for is_last in (False, True):
-            train.validate_ema(run, paths, ema, [], None, "val", is_last)
+            train.validate_ema(run, paths, ema, [], None, lambda call: call, "val", is_last)
     assert asked == [None, "runs/exp", None, None]
+
+
+def test_what_happens_between_the_steps_may_take_their_memory(tmp_path, monkeypatch):
+    """The copy of the average, each validation and each checkpoint find no memory at first, with the same results."""
+    expected, refused = results_of(small_run.run(tmp_path, "--fast", "--name", "expected")), []
+
+    def with_room(steps, call):
+        def tried_twice(*args, **options):
+            call(*args, **options)  # what a first attempt has done before it fails must do no harm
+            refused.append(getattr(call, "__name__", type(call).__name__))
+            return call(*args, **options)
+
+        return tried_twice
+
+    monkeypatch.setattr("utils.fast.train_step.FastSteps.with_room", with_room)
+    folder = small_run.run(tmp_path, "--fast", "--name", "refused")
+    assert refused == [
+        "ema_for_evaluation",
+        "FastValidation",
+        "after_epoch",
+        "ema_for_evaluation",
+        "partial",
+        "after_epoch",
+    ]
+    assert results_of(folder) == expected
+    saved = [read_checkpoint(tmp_path / "runs" / name / "weights/last.pt") for name in ("expected", "refused")]
+    states = [checkpoint.for_inference().state for checkpoint in saved]
+    assert all(value.equal(states[1][name]) for name, value in states[0].items())
 
 
 def test_resume_with_other_classes_is_refused(tmp_path):

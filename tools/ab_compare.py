@@ -1,7 +1,8 @@
 """Two settings of the same training side by side: how fast, how busy, how good.
 
     python tools/ab_compare.py --a "" --b "--fast" --repeats 3 \\
-        --args "--data data/coco320.yaml --cfg cfg/training/yolov7-tiny.yaml --img 320"
+        --args "--data data/coco320.yaml \\
+            --cfg cfg/training/yolov7-tiny.yaml --img 320"
 
 Runs alternate (A B, B A, A B, ...). Both runs of a pair have the same --seed, so they see the same batches; each pair
 has another one, which shows how far mAP differs by chance. Variables may stand in front of the flags:

@@ -1,7 +1,8 @@
 """The staged approval: six stages, each a set of checks that write a report for a person to judge.
 
     python tools/approve.py status
-    python tools/approve.py run 1 [--data data/coco320.yaml --img 320 --batch-size 64 --subset 512]
+    python tools/approve.py run 1 [--data data/coco320.yaml --img 320 \\
+        --batch-size 64 --subset 512]
     python tools/approve.py approve 1 --by NAME [--note "why"]
 
 A stage does not run before the one in front of it is approved. Without --data the stages train on a small embedded set,

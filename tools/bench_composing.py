@@ -1,18 +1,23 @@
 """--cache-images gpu: what a sample costs its worker, the loader alone by workers, and what the kernel takes.
 
-    python tools/bench_composing.py                                                 # 320 px, batch 384, tiny
-    python tools/bench_composing.py --img 640 --batch 32 --hyp data/hyp.scratch.p5.yaml --workers 1 2 4 8
+    python tools/bench_composing.py         # 320 px, batch 384, tiny
+    python tools/bench_composing.py --img 640 --batch 32 \\
+        --hyp data/hyp.scratch.p5.yaml --workers 1 2 4 8
 
 The data set is that of bench_samples.py, or `--data`, with its images in RAM. Three tables, results.json and
 results.png:
 
-    sample   CPU ms of a sample in one process, all forms with equal draws: pixels at once, last steps left to the GPU
-             (--fast-step), drawn only (--cache-images gpu, with the images on the card; the labels of a micro-batch at
-             once, which is as large as with the first of `--workers`)
-    loader   images/s of loaders that nothing else waits for, each run a process of its own; and the share of a core
-             that the main process uses
-    kernel   ms of the GPU for a batch, images on the card and in page-locked memory of the host; and the share of it
-             in a step of `--step` ms, if given
+    sample   CPU ms of a sample in one process, all forms with equal draws:
+             pixels at once, last steps left to the GPU (--fast-step), drawn
+             only (--cache-images gpu, with the images on the card; the labels
+             of a micro-batch at once, which is as large as with the first of
+             `--workers`)
+    loader   images/s of loaders that nothing else waits for, each run a
+             process of its own; and the share of a core that the main process
+             uses
+    kernel   ms of the GPU for a batch, images on the card and in page-locked
+             memory of the host; and the share of it in a step of `--step` ms,
+             if given
 
 Without a GPU only the first table is made.
 """
@@ -43,9 +48,9 @@ from utils.data.gpu.compose import ComposedBatch, composes, open_composing
 from utils.data.gpu.host_memory import HostMemory
 from utils.data.gpu.recipes import RECIPE, RecipeDataset
 from utils.data.gpu.store import ImageStore
-from utils.data.gpu.targets import finished
 from utils.datasets import LoadImagesAndLabels
 from utils.plots.style import PALETTE, new_figure, save_figure, set_title, whole_numbers
+from utils.run import entry
 from utils.system.random_state import seed_generators
 
 IN_MEMORY = {"persistent_workers": True, "worker_tensor": True}
@@ -71,8 +76,8 @@ def store_of(dataset, place):
     return ImageStore(pixels, shapes)
 
 
-def sample_forms(dataset):
-    """{name: the data set as a worker has it}, each with its place for pixels and steps."""
+def sample_forms(dataset, batch):
+    """{name: the data set as a worker has it}, each with its place for pixels and for the steps of `batch` samples."""
     size, forms = dataset.img_size, {"reference": dataset}
     dataset.image_store = store_of(dataset, None)
     for name, form, num_bytes in (
@@ -80,28 +85,28 @@ def sample_forms(dataset):
         ("--cache-images gpu", RecipeDataset, RECIPE),
     ):
         forms[name], places = form(dataset), {}
-        forms[name].steps_place = np.zeros(num_bytes, np.uint8)
+        forms[name].steps_place = np.zeros((batch, num_bytes), np.uint8)
         forms[name].new_image = lambda shape, dtype, places=places: places.setdefault(shape, np.empty(shape, dtype))
     return forms
 
 
 def sample_costs(dataset, options):
     """{form: CPU ms of a sample in each repeat}, measured in turns."""
-    forms = sample_forms(dataset)
-    costs = {name: [] for name in forms}
     micro_batch = choose_micro_batch(options.batch, options.workers[0])
+    forms = sample_forms(dataset, micro_batch)
+    costs = {name: [] for name in forms}
     for _ in range(options.repeats):
         for name, form in forms.items():
             began = time.thread_time()
             for start in range(0, options.samples, micro_batch):
-                targets = []
+                samples = []
                 for k in range(start, min(start + micro_batch, options.samples)):
                     seed_generators(0, k)
-                    if name != "reference":
-                        form.begin(form.steps_place)
-                    targets.append(form[k % len(form)][1])
+                    if name == "--fast-step":
+                        form.begin(form.steps_place[0])
+                    samples.append(form[k % len(form)][1])
                 if name == "--cache-images gpu":
-                    finished(targets)
+                    form.finish(samples, 0, form.steps_place[: len(samples)])
             costs[name].append(1e3 * (time.thread_time() - began) / options.samples)
     return costs
 
@@ -120,11 +125,12 @@ def kernel_times(dataset, options, place):
     worker, size = RecipeDataset(dataset), dataset.img_size
     pixels = np.zeros((options.batch, size, size, 3), np.uint8)
     recipes = np.zeros((options.batch, RECIPE), np.uint8)
+    samples = []
     for k in range(options.batch):
         seed_generators(1, k)
         worker.new_image = lambda shape, dtype, k=k: pixels[k]
-        worker.begin(recipes[k])
-        worker[k % len(worker)]
+        samples.append(worker[k % len(worker)][1])
+    worker.finish(samples, 0, recipes)
     batch = ComposedBatch(torch.from_numpy(pixels), torch.from_numpy(recipes), dataset.image_store)
     room, times = rooms_on("cuda"), []
     launch = batch.uploaded(room)
@@ -170,7 +176,7 @@ def plot(results, title, path):
 
 
 def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=entry.Help)
     parser.add_argument("--data", help="folder or list file of images; default: drawn for the occasion, 640 x 480")
     parser.add_argument("--images", type=int, default=4000, help="images to draw")
     parser.add_argument("--img", type=int, default=320)

@@ -1,17 +1,22 @@
 """The loaders side by side: the reference (equal to stock) and each flag, same data, same workers, in turns.
 
-    python tools/bench_loader.py --workers 16 --img 320 --batch 64 --hyp data/hyp.scratch.tiny.yaml --cache
+    python tools/bench_loader.py --workers 16 --img 320 --batch 64 \\
+        --hyp data/hyp.scratch.tiny.yaml --cache
 
 Every measurement is a process of its own, forked from one that holds the data set, so that nothing warms up for the
 next. It reads one epoch to warm up and then `--epochs` more; a consumer does nothing with a batch but copy it to the
 GPU, where there is one. Prints a table of medians with the lowest and highest value, writes results.json and
 results.png.
 
-    first batch   seconds from the start of making the loader (the data set is there) to the first batch
-    gap           milliseconds that the first batch of a later epoch takes; compare it with `batch`, any other batch
-    main, workers share of a core that the main process (with its threads) and each worker use
+    first batch   seconds from the start of making the loader (the data set is
+                  there) to the first batch
+    gap           milliseconds that the first batch of a later epoch takes;
+                  compare it with `batch`, any other batch
+    main, workers share of a core that the main process (with its threads) and
+                  each worker use
     worker ms/img CPU time of all workers for an image
-    memory        proportional set size of main process and workers together, images in RAM included
+    memory        proportional set size of main process and workers together,
+                  images in RAM included
 """
 
 import argparse
@@ -39,6 +44,7 @@ from utils import datasets
 from utils.config.hyp import load_hyp
 from utils.loggers import monitor
 from utils.plots.style import INK, PALETTE, new_figure, save_figure, set_title
+from utils.run import entry
 
 LOADERS = {
     "reference": {},
@@ -200,7 +206,7 @@ def write_results(options, results):
 
 
 def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=entry.Help)
     parser.add_argument("--data", help="folder or list file of images; default: drawn for the occasion, 640 x 480")
     parser.add_argument("--images", type=int, default=2000, help="images to draw")
     parser.add_argument("--img", type=int, default=320)
@@ -210,7 +216,10 @@ def parse():
     parser.add_argument("--cache", action="store_true", help="images in RAM")
     parser.add_argument("--epochs", type=int, default=3, help="measured epochs of each run")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--loaders", nargs="+", choices=[name.removeprefix("--") for name in LOADERS])
+    names = [name.removeprefix("--") for name in LOADERS]
+    parser.add_argument(
+        "--loaders", nargs="+", choices=names, metavar="LOADER", help="of " + ", ".join(map(repr, names))
+    )
     parser.add_argument("--micro-batch-size", type=int, default=0)
     parser.add_argument("--prefetch-factor", type=int, default=None)
     parser.add_argument("--out", default="runs/bench_loader", help="folder of results.json and results.png")

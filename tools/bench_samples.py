@@ -4,12 +4,19 @@ The plain form does every step the direct way, as stock YOLOv7 does: masks of pa
 objects cut out at once, every image of a mosaic decoded, one polygon after the other, mixup in floating point.
 Both make the same draws, so their samples must be equal, which is checked, too.
 
-    python tools/bench_samples.py                     # 320 and 640 px, p5 and tiny hyper-parameters
-    python tools/bench_samples.py --samples 320 --repeats 5 --sizes 640 --cache --boxes
+    python tools/bench_samples.py           # 320 and 640 px, p5 and tiny
+    python tools/bench_samples.py --samples 320 --sizes 640 --cache --boxes
 
 "in a batch" is ours once more, written into a buffer that is there already, as the workers of --worker-tensor do it.
 
-The data set is synthetic and temporary: 640 x 480 JPEGs, a quarter upright, with about 8 polygons of 12 to 44 points.
+    python tools/bench_samples.py --steps   # microseconds of each step of ours
+
+A step's time is its own: what it calls of the other steps is left out. "later" are samples whose colours, flips and,
+mostly, warp are left to the GPU (--fast-dataloader --fast-step), "at once" those of every other loader. Not every
+sample has mixup or paste-in: the columns are averages over all.
+
+The data set is synthetic and temporary, unless --data names folders of images: 640 x 480 JPEGs, a quarter upright, with
+about 8 polygons of 12 to 44 points.
 """
 
 import argparse
@@ -29,12 +36,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.experiments import command_line
-from utils import datasets
+from tools.experiments import command_line, markdown
 from utils.config.hyp import load_hyp
 from utils.data import affine, mosaic, paste
 from utils.data import dataset as dataset_module
+from utils.data.fast.deferred import CAPACITY, DeferredDataset, rounding_mode, steps_bytes
+from utils.datasets import LoadImagesAndLabels as Dataset
 from utils.ops.boxes import resample_segments, segment2box
+from utils.run import entry
 
 
 def make_dataset(folder, num_images, seed=0, boxes=False):
@@ -138,7 +147,7 @@ def our_form_in_a_batch():
     """Each sample goes where the last one was."""
     places = {}
     with mock.patch.object(
-        datasets.LoadImagesAndLabels, "new_image",
+        Dataset, "new_image",
         lambda dataset, shape, dtype: places.setdefault(shape, np.empty(shape, dtype)),
     ):  # fmt: skip
         yield
@@ -175,39 +184,125 @@ def compare(dataset, num_samples, repeats):
     return times
 
 
+# What each step of ours takes.
+
+STEPS = {
+    "draw the mosaic": [(mosaic, "draw_mosaic4"), (mosaic, "draw_mosaic9")],
+    "labels in pixels": [(mosaic.Mosaic, "labels"), (mosaic.Mosaic, "segments")],
+    "draw the transform": [(mosaic, "draw_affine")],
+    "paint": [(mosaic.Mosaic, "paint")],
+    "warp the image": [(affine.Affine, "image")],
+    "warp the labels": [(mosaic, "warp_labels")],
+    "mixup": [(dataset_module, "mixup")],
+    "objects to paste": [(Dataset, "samples_to_paste")],
+    "paste in": [(dataset_module, "pastein")],
+    "colours": [(dataset_module, "draw_colours"), (Dataset, "recolour"), (DeferredDataset, "recolour")],
+    "flips": [(Dataset, "flip"), (DeferredDataset, "flip")],
+    "hand over": [(Dataset, "pixels"), (DeferredDataset, "pixels")],
+}
+
+
+class StepClock:
+    """CPU time of each step by itself, in seconds."""
+
+    def __init__(self):
+        self.seconds = dict.fromkeys([*STEPS, "the rest"], 0.0)
+        self.open, self.last = ["the rest"], time.thread_time()
+
+    def switch(self):
+        now = time.thread_time()
+        self.seconds[self.open[-1]] += now - self.last
+        self.last = now
+
+    def timed(self, step, function):
+        def wrapper(*args, **kwargs):
+            self.switch()
+            self.open.append(step)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.switch()
+                self.open.pop()
+
+        return wrapper
+
+
+def profile(dataset, num_samples, later, seed):
+    """Microseconds per sample of each step, as a dict."""
+    size = dataset.img_size
+    place = np.empty(3 * CAPACITY * size**2, np.uint8)
+    steps = np.empty(steps_bytes(size, rounding_mode(size) is not None), np.uint8)
+    dataset = DeferredDataset(dataset) if later else dataset
+    dataset.new_image = lambda shape, dtype: place[: int(np.prod(shape))].reshape(shape)
+    random.seed(seed)
+    np.random.seed(seed)
+    clock = StepClock()
+    with ExitStack() as stack:
+        for step, functions in STEPS.items():
+            for owner, name in functions:
+                stack.enter_context(mock.patch.object(owner, name, clock.timed(step, getattr(owner, name))))
+        clock.last = time.thread_time()
+        for k in range(num_samples):
+            if later:
+                dataset.begin(steps)
+            dataset[k % len(dataset)]
+        clock.switch()
+    return {step: 1e6 * seconds / num_samples for step, seconds in clock.seconds.items()}
+
+
+def print_steps(dataset, options, title):
+    """A table of the median microseconds of each step, with and without steps deferred to the GPU."""
+    columns = {}
+    for later in (True, False):
+        profile(dataset, 20, later, 0)  # warm up
+        runs = [profile(dataset, options.samples, later, seed) for seed in range(options.repeats)]
+        columns["later" if later else "at once"] = [statistics.median(run[step] for run in runs) for step in runs[0]]
+    rows = [[step, *(f"{time:,.0f}" for time in times)]
+            for step, *times in zip([*STEPS, "the rest"], *columns.values(), strict=True)]  # fmt: skip
+    rows.append(["all", *(f"{sum(times):,.0f}" for times in columns.values())])
+    print(f"\n{markdown.table([title.strip(), *columns], rows)}", flush=True)
+
+
+def print_forms(dataset, options, title):
+    """A line of the median milliseconds of each form."""
+    times = compare(dataset, options.samples, options.repeats)
+    medians = "".join(f"{statistics.median(values):>15.2f}" for values in times.values())
+    ratios = [b / a for a, b in zip(times["plain"], times["ours"], strict=True)]
+    each = " ".join(f"{ratio:.2f}" for ratio in ratios)
+    print(f"{title:>11}{medians}  {statistics.median(ratios):.2f}: {each}", flush=True)
+
+
 def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=int, default=200)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=entry.Help)
+    parser.add_argument("--data", help="folder of images; default: drawn for the occasion")
+    parser.add_argument("--images", type=int, default=200, help="images to draw")
     parser.add_argument("--samples", type=int, default=160, help="samples in one measurement")
     parser.add_argument("--repeats", type=int, default=3, help="measurements of each form, in turns")
     parser.add_argument("--sizes", type=int, nargs="+", default=[320, 640])
     parser.add_argument("--hyps", nargs="+", choices=("p5", "tiny"), default=["p5", "tiny"])
     parser.add_argument("--cache", action="store_true", help="images in RAM")
     parser.add_argument("--boxes", action="store_true", help="labels without polygons")
+    parser.add_argument("--steps", action="store_true", help="what each step takes, images in RAM")
     return parser.parse_args()
 
 
 def main(options):
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
+    is_cached = options.cache or options.steps
     with tempfile.TemporaryDirectory() as folder:
-        images = make_dataset(Path(folder), options.images, boxes=options.boxes)
-        size = sum(path.stat().st_size for path in images.iterdir()) / options.images
-        kinds = f"{'boxes' if options.boxes else 'polygons'}, {'cached' if options.cache else 'from files'}"
-        versions = f"OpenCV {cv2.__version__}, NumPy {np.__version__}"
-        print(f"{versions}; {options.images} JPEGs of {size / 1e3:.0f} kB, {kinds}")
-        print(f"{'size':>5}{'hyp':>6}" + "".join(f"{name + ' ms':>15}" for name in FORMS) + "  ours/plain, each repeat")
+        images = Path(options.data or make_dataset(Path(folder), options.images, boxes=options.boxes))
+        sizes = [path.stat().st_size for path in images.iterdir()]
+        kinds = options.data or ("boxes" if options.boxes else "polygons")
+        print(f"OpenCV {cv2.__version__}, NumPy {np.__version__}; {len(sizes)} JPEGs of {np.mean(sizes) / 1e3:.0f} kB, "
+              f"{kinds}, {'cached' if is_cached else 'from files'}")  # fmt: skip
+        if not options.steps:
+            print(f"{'size':>5}{'hyp':>6}" + "".join(f"{f'{name} ms':>15}" for name in FORMS) + "  ours/plain, each")
         for side in options.sizes:
             for name in options.hyps:
-                dataset = datasets.LoadImagesAndLabels(
-                    str(images), side, augment=True, hyp=load_hyp(f"data/hyp.scratch.{name}.yaml"),
-                    cache_images=options.cache,
-                )  # fmt: skip
-                times = compare(dataset, options.samples, options.repeats)
-                medians = "".join(f"{statistics.median(values):>15.2f}" for values in times.values())
-                ratios = [b / a for a, b in zip(times["plain"], times["ours"], strict=True)]
-                each = " ".join(f"{ratio:.2f}" for ratio in ratios)
-                print(f"{side:>5}{name:>6}{medians}  {statistics.median(ratios):.2f}: {each}", flush=True)
+                hyp = load_hyp(f"data/hyp.scratch.{name}.yaml")
+                dataset = Dataset(str(images), side, augment=True, hyp=hyp, cache_images=is_cached)
+                (print_steps if options.steps else print_forms)(dataset, options, f"{side:>5}{name:>6}")
 
 
 if __name__ == "__main__":

@@ -21,12 +21,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools import roofline  # noqa: E402  (needs the path above)
-from utils.run import entry  # noqa: E402
-from utils.system.compilers import ADVICE, c_compiler, has_headers  # noqa: E402
-from utils.system.cores import usable_cores  # noqa: E402
-from utils.system.files import folded  # noqa: E402
-from utils.system.memory import SHARED_MEMORY, available_memory, describe_bytes  # noqa: E402
+from tools import roofline
+from utils.run import entry
+from utils.system.compilers import ADVICE, c_compiler, has_headers
+from utils.system.cores import usable_cores
+from utils.system.files import folded
+from utils.system.memory import SHARED_MEMORY, available_memory, describe_bytes
 
 OK, SLOW, WRONG = "ok", "slow", "WRONG"
 GB = 10**9

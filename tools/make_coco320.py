@@ -1,6 +1,7 @@
 """Make the folder that data/coco320.yaml names out of a COCO download: small images, label files, lists.
 
-    python tools/make_coco320.py --coco DIR --size 320 [--out coco320] [--fit longer]
+    python tools/make_coco320.py --coco DIR --size 320 \\
+        [--out coco320] [--fit longer]
 
 DIR/annotations holds instances_NAME.json, and DIR/NAME or DIR/images/NAME the images, for train2017, val2017, or any
 names of another set in COCO's format. Only files below --out are written. A run that was interrupted goes on with the
@@ -22,27 +23,18 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.coco.download import find_splits, in_order, listing, tasks_of  # noqa: E402  (needs the path above)
-from tools.coco.labels import Placement, label_text, scaled_annotations  # noqa: E402
-from utils.data.affine import GREY  # noqa: E402
-from utils.data.images.reading import read_image, verify_image  # noqa: E402
-from utils.metrics.coco_annotations import read_annotations  # noqa: E402
-from utils.run import entry  # noqa: E402
-from utils.system import folder_lock  # noqa: E402
-from utils.system.children import enter_child, forked_pool  # noqa: E402
-from utils.system.cores import usable_cores  # noqa: E402
-from utils.system.files import (  # noqa: E402
-    atomic_write,
-    cause_of,
-    counted,
-    folded,
-    printable,
-    read_json,
-    remove_leftovers,
-    shown,
-)
-from utils.system.memory import check_memory, describe_bytes  # noqa: E402
-from utils.system.progress import progress  # noqa: E402
+from tools.coco.download import find_splits, in_order, listing, tasks_of
+from tools.coco.labels import Placement, label_text, scaled_annotations
+from utils.data.affine import GREY
+from utils.data.images.reading import read_image, verify_image
+from utils.metrics.coco_annotations import read_annotations
+from utils.run import entry
+from utils.system import folder_lock
+from utils.system.children import enter_child, forked_pool
+from utils.system.cores import usable_cores
+from utils.system.files import atomic_write, cause_of, counted, folded, printable, read_json, remove_leftovers, shown
+from utils.system.memory import check_memory, describe_bytes
+from utils.system.progress import progress
 
 FITS = {
     "longer": "the longer side becomes --size; labels are those of stock",
@@ -212,6 +204,9 @@ def write_data_yaml(out, classes):
         yaml.safe_dump(paths | {"nc": len(classes), "names": classes}, file, sort_keys=False, allow_unicode=True)
 
 
+GO_ON = "the same command goes on, finished images stay"
+
+
 def main(opt):
     if opt.size < 32 or opt.workers < 0:
         raise ValueError(f"--size {opt.size} --workers {opt.workers}: at least 32 pixels, and no negative number")
@@ -219,9 +214,6 @@ def main(opt):
         make_coco(opt.coco, opt.out or Path(f"coco{opt.size}"), opt.size, opt.fit, opt.splits, opt.workers)
     except OSError as error:
         raise ValueError(f"{cause_of(error, with_file=True)}; mend that, then the same command goes on") from error
-    except KeyboardInterrupt:
-        print("interrupted: the same command goes on, finished images stay", file=sys.stderr)
-        sys.exit(130)
 
 
 def parser():
@@ -237,4 +229,4 @@ def parser():
 
 
 if __name__ == "__main__":
-    entry.run(main, parser().parse_args())
+    entry.run(main, parser().parse_args(), GO_ON)

@@ -1,6 +1,6 @@
 """Write what documents take from elsewhere: docs/flags.md from the flags' rows, docs/speed_up.png from measured rates.
 
-    python tools/make_docs.py           # give it again after a change of flags or figures; tests tell when
+    python tools/make_docs.py     # again after a change of flags or figures
 
 The rates stand in docs/measurements.md, in the table below "Against stock". It also prints the README's table of them.
 """
@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.doctor import COCO_IMAGES  # noqa: E402  (needs the path above)
-from tools.experiments.markdown import table  # noqa: E402
-from utils.config.flags import DETECT_FLAGS, EXPORT_FLAGS, MACHINE, STAYS, TEST_FLAGS, TRAIN_FLAGS  # noqa: E402
-from utils.plots.style import FAINT, INK, PALETTE, new_figure, save_figure  # noqa: E402
-from utils.run import entry  # noqa: E402
-from utils.system.files import PROJECT_ROOT, atomic_write  # noqa: E402
+from tools.doctor import COCO_IMAGES
+from tools.experiments.markdown import table
+from utils.config.flags import DETECT_FLAGS, EXPORT_FLAGS, MACHINE, STAYS, TEST_FLAGS, TRAIN_FLAGS
+from utils.plots.style import FAINT, INK, PALETTE, new_figure, save_figure
+from utils.run import entry
+from utils.system.files import PROJECT_ROOT, atomic_write
 
 DOCS = PROJECT_ROOT / "docs"
 PROGRAMS = {"train.py": TRAIN_FLAGS, "test.py": TEST_FLAGS, "detect.py": DETECT_FLAGS, "export.py": EXPORT_FLAGS}

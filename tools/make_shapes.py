@@ -20,8 +20,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from utils.run import entry
 from utils.system.progress import progress
-from utils.system.streams import keep_streams
 
 STAMP = "make_shapes.json"
 FOLDERS = ("images", "labels", "annotations")
@@ -289,7 +289,7 @@ def make_shapes(out, train=240, val=60, size=160, seed=0, boxes=False):
     return True
 
 
-def main():
+def options_parser():
     parser = argparse.ArgumentParser(description="Draw a small detection data set of textured shapes.")
     parser.add_argument("--out", default="shapes", help="folder to write (default: shapes)")
     parser.add_argument("--train", type=int, default=240, help="number of training images")
@@ -297,12 +297,12 @@ def main():
     parser.add_argument("--size", type=int, default=160, help="longer side of the images in pixels")
     parser.add_argument("--seed", type=int, default=0, help="same seed, same images")
     parser.add_argument("--boxes", action="store_true", help="label rows are boxes instead of polygons")
-    try:
-        make_shapes(**vars(parser.parse_args()))
-    except (ValueError, OSError) as error:
-        sys.exit(f"make_shapes: {error}")
+    return parser
+
+
+def main(options):
+    make_shapes(**vars(options))
 
 
 if __name__ == "__main__":
-    keep_streams()
-    main()
+    entry.run(main, options_parser().parse_args(), go_on="the same command draws all anew")

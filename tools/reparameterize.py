@@ -73,7 +73,7 @@ def find_deploy_model(model, cfgs, images):
             continue
         worst = differences(model, twin, images)
         if not beyond_rounding(worst):
-            logger.info("%s", folded(f"{cfg}, largest differences: {in_words(worst)}", 79))
+            logger.info("%s", folded(f"{cfg}, largest differences: {in_words(worst)}"))
             return twin
         reasons.append(f"{cfg} computes something else: {in_words(worst)}")
     raise ValueError("; ".join(reasons) or "no file of cfg/deploy has this network; give the deploy yaml by --cfg")
@@ -91,7 +91,7 @@ def main(opt):
     save({"model": twin.half(), "optimizer": None, "training_results": None, "epoch": -1}, path)
     worst = differences(attempt_load(opt.weights), attempt_load(path), images)
     said = f"{path}, largest differences of the two files, in half precision: {in_words(worst)}"
-    logger.info("%s", folded(said, 79))
+    logger.info("%s", folded(said))
 
 
 def parser():

@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from models.yolo import Model  # noqa: E402  (needs the path above)
-from utils.run import entry  # noqa: E402
+from models.yolo import Model
+from utils.run import entry
 
 # name: (memory TB/s, dense fp16 TFLOP/s with float32 sums), from the makers' data sheets (SXM; A100 with 80 GB)
 GPUS = {"H100": (3.35, 989), "H200": (4.8, 989), "A100": (2.039, 312), "4090": (1.008, 165.2), "5090": (1.792, 209.5)}

@@ -1,8 +1,10 @@
 """The same training with other settings, one after another or one on each device, each a real run in its own process.
 
-    python tools/run_trials.py --trials-file trials.json --output-dir runs/trials \\
+    python tools/run_trials.py --trials-file trials.json \\
+        --output-dir runs/trials \\
         --budget-epochs 5 --early-stop-threshold 0.1 \\
-        --base-args "--data data/coco320.yaml --cfg cfg/training/yolov7-tiny.yaml --img 320"
+        --base-args "--data data/coco320.yaml \\
+            --cfg cfg/training/yolov7-tiny.yaml --img 320"
 
 trials.json is a list of overrides: [{"hyp.lr0": 0.005}, {"batch_size": 32, "adam": true}]. Instead of it, Optuna draws
 them from a space: --sampler tpe --num-trials 20 --space space.yaml, with lines such as
@@ -246,4 +248,4 @@ def main(options):
 
 
 if __name__ == "__main__":
-    command_line.run_tool(main, parse(), interrupted="interrupted; the same command continues where it stopped")
+    command_line.run_tool(main, parse(), go_on="the same command continues where it stopped")

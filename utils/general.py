@@ -7,14 +7,6 @@ from utils.run.entry import set_logging
 from utils.system.files import check_file, increment_path
 
 __all__ = [
-    "box_iou",
-    "check_file",
-    "check_img_size",
-    "clip_coords",
-    "increment_path",
-    "non_max_suppression",
-    "scale_coords",
-    "set_logging",
-    "xywh2xyxy",
-    "xyxy2xywh",
-]
+    "box_iou", "check_file", "check_img_size", "clip_coords", "increment_path", "non_max_suppression", "scale_coords",
+    "set_logging", "xywh2xyxy", "xyxy2xywh",
+]  # fmt: skip

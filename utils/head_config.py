@@ -125,11 +125,11 @@ class HeadConfig:
         ]
         if self.ignored:
             ignored = printable(", ".join(dict.fromkeys(self.ignored)))
-            lines.append(folded(f"  passed over, without a meaning here: {ignored}", 79))
+            lines.append(folded(f"  passed over, without a meaning here: {ignored}"))
         for head, name in enumerate(self.head_names):
             num_classes = counted(self.head_nc_list[head], "class", "classes")
             ids = id_ranges(self.head_classes[head])
-            lines.append(folded(f"  head {head} ({name}): {num_classes}, weight {self.weights[head]:g}, ids {ids}", 79))
+            lines.append(folded(f"  head {head} ({name}): {num_classes}, weight {self.weights[head]:g}, ids {ids}"))
         return "\n".join(lines)
 
 
@@ -162,23 +162,13 @@ def description_in_model(attributes):
         config = vars(layer).get("head_config")
         if config is None:
             continue
-        stored = vars(config)
-        heads = range(stored["num_heads"])
-        return {
-            "nc": stored["nc"],
-            "heads": stored["num_heads"],
-            "grouping": stored.get("grouping", "standard"),
-            "full_head": bool(vars(layer).get("full_head", stored.get("full_head", False))),
-            "one_class_score": stored.get("one_class_score", "learned"),
-            "head_assignments": {
-                f"head_{h}": {
-                    "classes": list(stored["head_classes"][h]),
-                    "weight": stored["weights"][h],
-                    "name": stored["head_names"][h],
-                }
-                for h in heads
-            },
-        }
+        stored = {"grouping": "standard", "full_head": False, "one_class_score": "learned"} | vars(config)
+        stored["full_head"] = bool(vars(layer).get("full_head", stored["full_head"]))
+        for name in ("head_classes", "weights", "head_names"):  # lists, or {head: entry} of other programs
+            stored[name] = [stored[name][head] for head in range(stored["num_heads"])]
+        heads = HeadConfig.__new__(HeadConfig)
+        vars(heads).update(stored)
+        return heads.description()
     return None
 
 

@@ -2,4 +2,5 @@
 
 Read in this order: network (fused_model), plan (layers to operations), operations, convolutions (those that hold
 convolutions), weights; then the kernels (Triton): kernels (batch norm with its activation), sums, pools, stem.
+tests/bench_pieces.py tells what each piece gains, tests/bench_pools.py times the pools beside torch's.
 """

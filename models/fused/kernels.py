@@ -319,8 +319,8 @@ def running_statistics(norms):
         torch.cat([getattr(norm, name).detach() for norm in norms]).float()
         for name in ("running_mean", "running_var", "weight", "bias")
     )
-    eps = torch.tensor([norm.eps for norm in norms]).repeat_interleave(torch.tensor(sizes)).to(mean)
-    inverse = (var + eps).rsqrt()
+    # numbers go along with the kernels: nothing is copied from the host, which a CUDA graph could not repeat
+    inverse = torch.cat(torch._foreach_add(var.split(sizes), [norm.eps for norm in norms])).rsqrt()
     scale = weight * inverse
     rows = zip(*(row.split(sizes) for row in (mean, inverse, scale, bias - mean * scale)), strict=True)
     flat = torch.cat([part for parts in rows for part in parts])

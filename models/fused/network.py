@@ -13,15 +13,16 @@ max pooling occurs twice in a window, the gradient may reach another one of the 
     first convolution        with the sums of its norm; its gradient goes straight into that of the weight (stem.py)
     weights                  copied to half precision all at once
     implicit knowledge       folded into the output convolutions anew in each step, with its gradient
-    detection layer          its maps are views of what the convolutions put out
+    detection layer          its maps are views of what the convolutions put out, of which boxes are made (boxes.py)
 """
 
 import logging
+from functools import partial
 
 import torch
 from torch import nn
 
-from models.fused import kernels
+from models.fused import boxes, kernels
 from models.fused.plan import HEADS, Plan
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,8 @@ class FusedModel(nn.Module):
         if self.training:
             return self._nested(PlannedNetwork.apply(plan, dtype, images, *plan.parameters))
         maps = self._nested(plan.evaluate(images, dtype))
-        return head.eval_output(maps[: head.nl] if isinstance(maps[0], torch.Tensor) else maps)
+        maps = maps[: head.nl] if isinstance(maps[0], torch.Tensor) else maps
+        return head.eval_output(maps, partial(boxes.decode_all, head))
 
     def _nested(self, maps):
         """Maps in a row as those of the detection layer: lists of several heads."""

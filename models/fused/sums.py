@@ -4,16 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from models.fused.kernels import (
-    SIZES,
-    activate,
-    load_sum,
-    of_three,
-    of_two,
-    slope_of_activation,
-    store,
-    tiles_of,
-)
+from models.fused.kernels import SIZES, activate, load_sum, of_three, of_two, slope_of_activation, store, tiles_of
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -5,14 +5,7 @@ import numpy as np
 import pytest
 
 from tests import golden_data, parity
-from tests.golden_data import (
-    check_cut_out,
-    check_labels,
-    check_pixels,
-    check_streams,
-    numbered,
-    seed_both,
-)
+from tests.golden_data import check_cut_out, check_labels, check_pixels, check_streams, numbered, seed_both
 from tests.label_sets import mixed_labels
 from utils.data.paste import Sample, copy_paste, pastein, sample_segments
 

@@ -5,13 +5,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from utils.engine.early_stopping import epochs_to_train, is_due, is_tested
 from utils.engine.trainer import Progress
-from utils.system.distributed import Ranks
-
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -26,7 +22,7 @@ def run(scores, patience, epochs=10, start_epoch=0, best=-1, tested=-1):
     """Epoch numbers of a run with one score for each tested epoch; None: not tested."""
     progress = Progress(epochs, np.zeros(1), start_epoch, best_epoch=best, tested_epoch=tested)
     best_score, seen = -1.0, []
-    for epoch in epochs_to_train(progress, patience, Ranks(), CPU):
+    for epoch in epochs_to_train(progress, patience):
         seen.append(epoch)
         if scores[epoch] is not None:
             progress.tested_epoch = epoch

@@ -149,7 +149,33 @@ def test_an_ordinary_step_takes_the_memory_of_the_graphs(caplog):
     caplog.set_level("INFO")
     steps = compare(Tight, num_steps=12, sizes=(4, 4, 4, 4, 2))
     assert steps.num_failed == 2 and steps.counts == {"replayed": 7, "captured": 5, "ordinary": 5}
-    assert caplog.text.count("give their memory back") == 2
+    assert caplog.text.count("given their memory back") == 2
+
+
+def test_work_between_the_steps_takes_the_memory_of_the_graphs(caplog):
+    caplog.set_level("INFO")
+    steps = OnCPU(new_trainer(batched=True))
+    step_cases.run(steps, batches(6))
+    calls = []
+
+    def validate(title, is_last=False):
+        calls.append((title, is_last))
+        if steps.captured_update or any(shape.captured for shape in steps.shapes.values()):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return "scores"
+
+    assert steps.with_room(validate)("val", is_last=True) == "scores"
+    assert calls == [("val", True)] * 2 and caplog.text.count("given their memory back") == 1
+    step_cases.run(steps, batches(2))
+    assert steps.counts["captured"] == 4, "captured again"
+    steps.finish()
+    assert steps.with_room(validate)("val") == "scores" and len(calls) == 3, "nothing is held after the last step"
+
+    def fail():
+        raise RuntimeError("shapes do not fit")
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        steps.with_room(fail)()
 
 
 def test_without_graphs_the_memory_is_too_small(monkeypatch):

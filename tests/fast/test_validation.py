@@ -1,5 +1,6 @@
 """--fast-val against engine.evaluate: the same model and loader, equal scores; and a run that uses it."""
 
+from copy import deepcopy
 from types import SimpleNamespace
 
 import cv2
@@ -60,10 +61,8 @@ def test_equal_results(case, options):
     assert options or (expected.scores.num_predictions > 1000 and expected.results[3] > 0)
 
 
-def test_a_model_is_fused_once_and_may_read_bytes(case, monkeypatch):
+def test_a_model_is_fused_once_and_may_read_bytes(case):
     model, loader, compute_loss = case
-    least = sorted(images.numel() for images, *_ in loader)[1]  # one batch is smaller
-    monkeypatch.setattr(validation, "LARGE", least // 3)
     fused, sizes = [], []
 
     class Fused(torch.nn.Module):
@@ -75,14 +74,23 @@ def test_a_model_is_fused_once_and_may_read_bytes(case, monkeypatch):
             fused.append(self)
 
         def forward(self, images):
-            assert images.dtype == torch.uint8 and not self.training and images.numel() >= least
+            assert images.dtype == torch.uint8 and not self.training
             sizes.append(len(images))
             return self.model(images / 255)
 
     quick = FastValidation().fused_by(Fused)
     expected = FastValidation()(model, loader, 2, compute_loss=compute_loss)
     assert all(quick(model, loader, 2, compute_loss=compute_loss).results == expected.results for _ in range(2))
-    assert len(fused) == 1 and len(sizes) == 2 * (len(loader) - 1)
+    assert len(fused) == 1 and len(sizes) == 2 * len(loader)
+
+
+def test_on_a_cpu_the_average_itself_stays_as_it_is(case):
+    """Its tensors may lie in flat ones (FlatAverage)."""
+    model, loader, _ = case
+    model = deepcopy(model).to(memory_format=torch.channels_last)
+    before = [(tensor.data_ptr(), tensor.stride()) for tensor in model.state_dict().values()]
+    FastValidation()(model, loader, 2)
+    assert [(tensor.data_ptr(), tensor.stride()) for tensor in model.state_dict().values()] == before
 
 
 def test_without_a_loss(case):

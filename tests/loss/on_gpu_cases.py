@@ -3,6 +3,7 @@
 Run by test_on_gpu.py in a process of its own: Triton reads TRITON_INTERPRET when it is imported.
 """
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -109,6 +110,22 @@ def test_assignment(kind):
 
 def test_coarse_assignment_of_empty_images():
     check_assignment(one_case(6, "empty images").matching_inputs(), **COARSE)
+
+
+@pytest.mark.parametrize("most", [1, 2], ids=["1 target", "2 targets"])
+@pytest.mark.parametrize("num_empty", [0, 1])
+def test_assignment_in_chunks_of_images(most, num_empty, monkeypatch):
+    """As with more scores than memory may hold; the targets of every image, or of some of them, are a chunk."""
+    case, chunks, assign = one_case(2, "ordinary"), [], on_gpu._assign_targets
+    images = torch.arange(len(case.targets), device=DEVICE) % (len(case.images) - num_empty)
+    case.targets[:, 0] = images + num_empty
+    monkeypatch.setattr(on_gpu, "_assign_targets", lambda *args: chunks.append(args[:2]) or assign(*args))
+    monkeypatch.setattr(on_gpu, "MOST_SCORES", most * target_set(case.matching_inputs()).sizes.scores)
+    check_assignment(case.matching_inputs(), **FINE)
+    assert chunks[0][0] == 0 and chunks[-1][1] == len(case.targets)
+    assert all(mine[1] == following[0] for mine, following in pairwise(chunks))
+    assert len(chunks) == len(images.unique()) > 1 if most == 1 else len(chunks) > 1
+    assert target_set(case.matching_inputs()).sizes.is_too_large, "so no graph holds it"
 
 
 @needs_gpu

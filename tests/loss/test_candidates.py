@@ -69,7 +69,7 @@ def test_without_targets_all_is_padding():
 @pytest.mark.parametrize(
     "count, rounded", [(0, 64), (1, 64), (65, 128), (512, 512), (513, 640), (1000, 1024), (1025, 1280)]
 )
-def testround_up(count, rounded):
+def test_round_up(count, rounded):
     assert round_up(count) == rounded
 
 

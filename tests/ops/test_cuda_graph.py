@@ -13,6 +13,10 @@ from utils.ops.cuda_graph import Captured, PaddedSizes
 class Size:
     work: int
 
+    @property
+    def is_too_large(self):
+        return self.work > 10**7
+
     def with_spare(self):
         return Size(self.work + self.work // 4)
 
@@ -20,7 +24,7 @@ class Size:
 def test_padded_sizes():
     padded = PaddedSizes()
     assert padded.sizes is None and not padded.fits([Size(64)])
-    assert not padded.is_crowded([Size(10**6)], max_work=10**7)
+    assert not padded.is_crowded([Size(10**6)])
     padded.grow([Size(800), Size(400)])
     assert padded.sizes == [Size(1000), Size(500)] and padded.fits([Size(1000), Size(500)])
     assert not padded.fits([Size(1000), Size(501)])
@@ -29,15 +33,21 @@ def test_padded_sizes():
 def test_a_batch_is_crowded_at_one_and_a_half_times_the_work():
     padded = PaddedSizes()
     padded.grow([Size(800)])
-    assert not padded.is_crowded([Size(1500)], 10**7) and padded.is_crowded([Size(1501)], 10**7)
-    assert padded.is_crowded([Size(65)], 64), "more than a graph may have"
+    assert not padded.is_crowded([Size(1500)]) and padded.is_crowded([Size(1501)])
     assert padded.num_crowded == 1
+
+
+def test_no_graph_gets_too_large():
+    padded = PaddedSizes()
+    assert padded.is_crowded([Size(64), Size(10**7 + 1)]) and not padded.is_crowded([Size(10**7)])
+    padded.grow([Size(64), Size(10**7)])
+    assert padded.sizes == [Size(64), Size(10**7)], "there is no room for spare"
 
 
 def test_many_crowded_batches_are_none():
     padded = PaddedSizes()
     padded.grow([Size(800)])
-    assert [padded.is_crowded([Size(2000)], 10**7) for _ in range(cuda_graph.MAX_CROWDED + 1)][-2:] == [True, False]
+    assert [padded.is_crowded([Size(2000)]) for _ in range(cuda_graph.MAX_CROWDED + 1)][-2:] == [True, False]
     padded.grow([Size(2000)])
     assert padded.num_crowded == 0
 

@@ -5,7 +5,7 @@ import pytest
 
 from utils.data.affine import Affine
 from utils.ops.boxes import resample_segments, segment2box
-from utils.ops.polygons import MAX_VERTICES, NUM_STEPS, Polygons, ends_on_edges
+from utils.ops.polygons import MAX_VERTICES, NUM_STEPS, Polygons, edge_table
 
 TRIANGLE = np.array([[0, 0], [9, 0], [0, 9]], np.float32)
 SQUARE = np.array([[1, 1], [2, 1], [2, 2], [1, 2]], np.float32)
@@ -41,7 +41,7 @@ def test_no_polygons():
 
 @pytest.mark.parametrize("num_vertices", [1, 2, 3, 4, 27, 333, 499, MAX_VERTICES])
 def test_ends_on_edges_are_those_that_interp_takes_from_them(num_vertices):
-    first, last = ends_on_edges(num_vertices)
+    first, last = edge_table(num_vertices)[:2]
     steps = np.linspace(0, num_vertices, NUM_STEPS)
     edges = np.arange(num_vertices)
     for edge in edges:
@@ -79,6 +79,21 @@ def test_boxes_equal_those_of_all_points_when_scaled_and_shifted(dtype, scale_x,
     assert np.array_equal(boxes, direct_boxes(warp, polygons))
     hidden = (boxes == 0).all(1)
     assert 20 < hidden.sum() < 280
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.3])
+def test_boxes_of_edges_along_the_border(shift):
+    """They change by so little that rounding decides which of their points are inside."""
+    rng, polygons = np.random.default_rng(6), []
+    for k in range(400):
+        points = rng.uniform(-30, 130, (rng.integers(2, 60), 2))
+        border = (0, (100, 80)[k % 2])[k // 2 % 2] - shift
+        points[:, k % 2] = border + rng.choice([0, 1e-14, 1e-13, 1e-11, 1e-8, 1e-5]) * rng.uniform(-1, 1, len(points))
+        polygons.append(points)
+    warp = Affine(np.array([[1, 0, shift], [0, 1, shift], [0, 0, 1]]), 1.0, 100, 80, False)
+    boxes = warp.polygon_boxes(polygons)
+    assert np.array_equal(boxes, direct_boxes(warp, polygons))
+    assert 10 < (boxes == 0).all(1).sum() < 100
 
 
 def test_boxes_equal_those_of_all_points_when_turned():

@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import logging
+import signal
 import subprocess
 import sys
 import threading
@@ -231,6 +232,41 @@ def test_a_full_host_and_a_resumed_run(capsys):
     line = capsys.readouterr().err
     assert "the host has too little memory for the batch and image size of the resumed run" in line
     assert "--amp" not in line
+
+
+STUCK = """
+import sys, time
+from utils.run import entry
+
+def main(opt):
+    try:
+        print("runs", flush=True)
+        time.sleep(600)
+    finally:
+        print("puts away", flush=True)
+        time.sleep(float(sys.argv[1]))
+
+entry.run(main, None, "the same command goes on")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_end_a_program_in_order(number):
+    """One line and the status that a shell has for the signal; a second one waits for nothing."""
+    line = "interrupted" if number == signal.SIGINT else "ended by SIGTERM"
+    for seconds in (0, 600):
+        with subprocess.Popen([sys.executable, "-c", STUCK, str(seconds)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                              stderr=subprocess.PIPE) as program:  # fmt: skip
+            assert program.stdout.readline() == "runs\n"
+            program.send_signal(number)
+            assert program.stdout.readline() == "puts away\n"
+            if seconds:
+                program.send_signal(number)
+            said = program.communicate(timeout=60)[1]
+        if seconds and number == signal.SIGTERM:
+            assert program.returncode == -number and not said
+        else:
+            assert program.returncode == 128 + number and said == f"{line}; the same command goes on\n"
 
 
 def test_other_errors_of_torch_keep_their_traceback():

@@ -159,11 +159,7 @@ def test_parents_are_drawn_by_their_lead_over_the_worst_of_five():
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [
-        ("", "searched other"),
-        ("# P R mAP@.5 mAP@.5:.95 box obj cls lr0\n", "searched other"),
-        (None, "damaged"),
-    ],
+    [("", "searched other"), ("# P R mAP@.5 mAP@.5:.95 box obj cls lr0\n", "searched other"), (None, "damaged")],
 )
 def test_tables_that_do_not_fit_are_refused(text, message, tmp_path):
     path = tmp_path / "evolve.txt"

@@ -264,7 +264,7 @@ def test_images_on_the_gpu_are_asked_for(kernels, caplog):
     store = paths.loader["compose"]
     LoaderOptions(**paths.loader)
     assert store.func is open_images and store.keywords == {"device": torch.device("cuda"), "is_asked": True}
-    assert paths.kept.func is keep and paths.kept.keywords == {"device": torch.device("cuda")}
+    assert paths.kept.func is keep and paths.kept.keywords == {"device": torch.device("cuda"), "is_asked": True}
     assert "loader | images beside the model, if they fit (data/gpu) | --cache-images gpu" in said(caplog)
     assert choose("--cache-images", "gpu", *STEP).kept is None
     for other in (("--cache-images", "ram"), ("--cache-images", "disk"), ("--cache-images",), ()):
@@ -296,7 +296,7 @@ def test_fast_looks_at_the_cores(count, processes, flags, is_chosen, kernels, co
     caplog.set_level("INFO")
     cores(count, processes)
     paths = choose("--fast", *flags)
-    assert ("compose" in paths.loader) == is_chosen and paths.kept is None
+    assert ("compose" in paths.loader) == is_chosen and paths.kept.keywords["is_asked"] is False
     if is_chosen:
         assert paths.loader["compose"].keywords["is_asked"] is False
         assert "| --fast, on 8 cores a GPU: if they are too few" in said(caplog)

@@ -35,7 +35,7 @@ def folder(tmp_path, monkeypatch):
 def prepare(monkeypatch):
     """Options of a command line, prepared, with their run folder open."""
 
-    def parse_and_prepare(line, ranks=Ranks()):  # noqa: B008
+    def parse_and_prepare(line, ranks=Ranks()):
         monkeypatch.setattr("sys.argv", ["train.py", *line.split()])
         opt = prepare_train_options(train_parser().parse_args(line.split()), ranks)
         with monkeypatch.context() as here:

@@ -27,6 +27,7 @@ def simulated_card(monkeypatch):
     for name in ("why_no_images", "why_not_kept"):
         monkeypatch.setattr(fast_paths, name, lambda *_: None)
     monkeypatch.setattr(auto_batch, "step_cost", lambda run, build_model: (0, 1e-4))
+    monkeypatch.setattr(kept_batches, "room_unasked", lambda device: (0, "simulated"))
 
     def simulate(on_card=MANY, on_host=MANY, refusal=None):
         asked = store_cases.simulate(monkeypatch, on_card, on_host, refusal)
@@ -161,6 +162,24 @@ def test_what_ends_a_run_while_it_reads_is_a_sentence(error, status, words, card
     assert not threads and set(multiprocessing.active_children()) <= set(drawing)
 
 
+@pytest.mark.parametrize("room", [(MANY, MANY), (0, MANY), (0, 0)], ids=str)
+def test_an_image_that_is_gone_when_it_is_read_is_named(room, card, tmp_path, monkeypatch, capsys):
+    """As when a disk goes between the scan of the labels and the reading."""
+    card(*room)
+    line = small_run.arguments(tmp_path, *FLAGS, "--cache-images", "gpu")
+    read = placing.open_store
+
+    def remove(*args, **options):
+        (tmp_path / "images/train/03.png").unlink()
+        return read(*args, **options)
+
+    monkeypatch.setattr(placing, "open_store", remove)
+    assert small_run.program("train", line) == 2
+    (said,) = [text for text in capsys.readouterr().err.splitlines() if text.startswith("error: ")]
+    assert said.endswith("images/train/03.png: cannot be opened (No such file or directory)")
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_card_that_is_full_in_training_names_the_images(card, tmp_path, monkeypatch, capsys):
     card()
 
@@ -183,7 +202,7 @@ def train_both_ways(line, rank):
         asked = simulated_card(patch)(0)
         for name, more in (("files", ()), ("gpu", ("--cache-images", "gpu"))):
             train.main(train.train_parser().parse_args([*line, "--name", name, *more]))
-    small, _, large = asked.locked  # second: the batches of its share of the validation
+    _, small, _, large = asked.locked  # first and third: the batches of its share of the validation, of both runs
     assert large == 4 * small == 10 * 3 * 64**2
 
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from utils.system import cores
+from utils.system import cores, memory
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,40 @@ def test_limits_of_both_versions_of_cgroup(files, limit, tmp_path):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert cores.container_limit(tmp_path) == limit
+    assert cores.container_limit(tmp_path, tmp_path / "none") == limit
+
+
+@pytest.mark.parametrize(
+    ("own", "free", "cores_left"),
+    [
+        ("0::/slice/job/step\n", 150, 2.5),  # version 2: as Slurm and systemd make them
+        ("9:name=systemd:/\n4:memory:/slice/job\n2:cpu,cpuacct:/slice/job\n0::/\n", 150, 2.5),  # version 1
+        ("0::/../elsewhere\n", None, None),
+        ("0::/\n", None, None),
+    ],
+)
+def test_limits_of_the_group_that_a_process_is_in(own, free, cores_left, tmp_path):
+    """They are not at the top, where those of a container with a view of its own are."""
+    (tmp_path / "own").write_text(own)
+    version_1 = {
+        "memory/slice/job": {"memory.limit_in_bytes": "1000", "memory.usage_in_bytes": "900",
+                             "memory.stat": "total_inactive_file 50"},
+        "memory/slice": {"memory.limit_in_bytes": "9000", "memory.usage_in_bytes": "900",
+                         "memory.stat": "total_inactive_file 50"},
+        "cpu/slice/job": {"cpu.cfs_quota_us": "250000", "cpu.cfs_period_us": "100000"},
+    }  # fmt: skip
+    version_2 = {
+        "slice/job": {"memory.max": "1000", "memory.current": "900", "memory.stat": "inactive_file 50",
+                      "cpu.max": "250000 100000"},
+        "slice/job/step": {"memory.max": "max", "cpu.max": "max 100000"},
+    }  # fmt: skip
+    for folder, files in (version_1 if "memory:" in own else version_2).items():
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (tmp_path / folder / name).write_text(f"{text}\n")
+    found = memory.available_memory(tmp_path, tmp_path / "own")
+    assert found == free if free else found is None or found > 1e6
+    assert cores.container_limit(tmp_path, tmp_path / "own") == cores_left
 
 
 def test_the_smaller_of_affinity_and_limit_counts(monkeypatch):

@@ -220,11 +220,7 @@ CHECKS = {
         "a run without flags": a_run_without_flags,
     },
     **loader_checks.CHECKS,
-    5: {
-        "USE_COMPILE=1": compiled_run,
-        "checkpoint of the compiled run": same_keys,
-        "DIAGNOSE_COMPILE=1": diagnosis,
-    },
+    5: {"USE_COMPILE=1": compiled_run, "checkpoint of the compiled run": same_keys, "DIAGNOSE_COMPILE=1": diagnosis},
     6: {
         "every combination of flags": all_combinations,
         "performance run": performance,

@@ -8,6 +8,7 @@ import signal
 import time
 import unittest
 from contextlib import redirect_stderr
+from functools import partial
 from types import SimpleNamespace
 
 import psutil
@@ -110,10 +111,6 @@ def trains_equally(*flags):
 # ---- stage 2 ---------------------------------------------------------------------------------------------------------
 
 
-def persistent_batches(setup):
-    return expect_equal(setup, [(0, PERSISTENT), (1, {}), (2, {}), (1, PERSISTENT), (2, PERSISTENT)])
-
-
 def workers_live_on(setup):
     before = children()
     loader, _ = open_loader(setup, 2, **PERSISTENT)
@@ -149,10 +146,6 @@ def speed_of_persistent(setup):
 
 
 # ---- stage 3 ---------------------------------------------------------------------------------------------------------
-
-
-def tensor_batches(setup):
-    return expect_equal(setup, [(workers, flags) for workers in (1, 2) for flags in (TENSOR, BOTH)])
 
 
 def buffers_are_used_again(setup):
@@ -242,7 +235,9 @@ def first_batch_comes_early(setup):
 
 CHECKS = {
     2: {
-        "equal batches with --persistent-workers": persistent_batches,
+        "equal batches with --persistent-workers": partial(
+            expect_equal, variants=[(0, PERSISTENT), (1, {}), (2, {}), (1, PERSISTENT), (2, PERSISTENT)]
+        ),
         "workers live across epochs": workers_live_on,
         "--prefetch-factor": prefetch_reaches_the_loader,
         "no workers: one warning": no_workers_is_one_warning,
@@ -250,7 +245,9 @@ CHECKS = {
         "training with --persistent-workers": trains_equally("--persistent-workers"),
     },
     3: {
-        "equal batches with --worker-tensor": tensor_batches,
+        "equal batches with --worker-tensor": partial(
+            expect_equal, variants=[(1, TENSOR), (1, BOTH), (2, TENSOR), (2, BOTH)]
+        ),
         "batches lie in buffers that are used again": buffers_are_used_again,
         "the main process has little to do": main_process_is_idle,
         "a killed worker": a_killed_worker_is_said,

@@ -8,6 +8,7 @@ uncommitted changes.
 import hashlib
 import json
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -201,9 +202,7 @@ def _check_record(record, kinds, where):
 
 
 def _outcome(report):
-    counts = {}
-    for finding in report["findings"]:
-        counts[finding["status"]] = counts.get(finding["status"], 0) + 1
+    counts = Counter(finding["status"] for finding in report["findings"])
     return ", ".join(f"{count} {status}" for status, count in counts.items()) or "no checks"
 
 

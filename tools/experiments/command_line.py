@@ -5,14 +5,13 @@ import difflib
 import hashlib
 import logging
 import shlex
-import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
 
 from utils.config.flags import TRAIN_FLAGS
 from utils.config.options import check_ranges, explicit_options, train_parser
-from utils.run.entry import refuse
+from utils.run import entry
 from utils.system.distributed import check_device
 from utils.system.files import check_can_be_made, check_file, printable, shown
 from utils.system.folder_lock import own
@@ -27,8 +26,6 @@ OF_THE_TOOL = {
     "exist_ok": "the tool says where its runs lie",
     "local_rank": "every run is one process",
 }
-
-
 FILES = ("data", "hyp", "cfg", "head_config")  # options that name a text file
 
 
@@ -171,17 +168,8 @@ def open_folder(folder, name):
     own(folder, f"choose another {name}")
 
 
-def run_tool(main, options, level=logging.INFO, layout="%(message)s", interrupted="interrupted"):
-    """Call main(options) and leave the process with the status that it returns; 2 and one line for wrong input.
-
-    SIGTERM ends the process as an interruption does, so that the training that it started ends too.
-    """
+def run_tool(main, options=None, level=logging.INFO, layout="%(message)s", go_on=""):
+    """As `entry.run`, for a main(options) that returns the status; messages below `level` are left out."""
     keep_streams()
     logging.basicConfig(stream=sys.stdout, level=level, format=layout)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        sys.exit(main(options))
-    except (ValueError, OSError) as error:
-        sys.exit(refuse(error))
-    except KeyboardInterrupt:
-        sys.exit(interrupted)
+    entry.run(lambda given: sys.exit(main(given)), options, go_on)

@@ -10,16 +10,15 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from utils.config.data_yaml import read_yaml
+from utils.config.hyp import save_hyp
 from utils.loggers.monitor import ResourceMonitor, Usage, gpu_name
 from utils.system.children import PARENT
 from utils.system.cores import usable_cores
@@ -33,6 +32,7 @@ TIMED_OUT = "timed out"
 POLL = 0.2  # seconds between two looks at a process
 CHILD = {"OMP_WAIT_POLICY": "PASSIVE"}  # threads that wait sleep: the workers of the loader need the cores
 GRACE = 15  # seconds that a process is given to end when it is asked to
+WORKERS_GRACE = 2  # further ones for its workers, which remove their temporary files
 
 
 @dataclass
@@ -194,6 +194,34 @@ def spread(jobs: Iterable[Callable[[str | None], Generator[Any, None, Any]]], de
     return [results[index] for index in sorted(results)]
 
 
+def run_program(
+    command: Sequence[str], log: Path, environment: Mapping[str, str], timeout: float | None = None
+) -> int | None:
+    """The status of a program whose output goes to the file `log`; None if it had to be ended after `timeout` seconds.
+
+    When this process is interrupted, the program and its children end too.
+    """
+    with log.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(
+            command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        return process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        end_group(process)
+
+
+def wait_for_group(leader, seconds):
+    """Return when no process is left of the group of `leader`, after so many seconds at most."""
+    end = time.monotonic() + seconds
+    with suppress(ProcessLookupError, PermissionError):
+        while time.monotonic() < end:
+            os.killpg(leader, 0)
+            time.sleep(0.02)
+
+
 def end_group(process):
     """End a process that leads a session: it is asked first; what is left of it and its workers is killed."""
     try:
@@ -201,6 +229,7 @@ def end_group(process):
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE)
+        wait_for_group(process.pid, WORKERS_GRACE)
     finally:  # after a second Ctrl-C as well
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -306,7 +335,6 @@ def resume_arguments(folder):
 
 def write_hyp(base, changes, path):
     """A hyper-parameter file with the values of the file `base` and the `changes` {name: value}."""
-    content = read_yaml(base)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(yaml.safe_dump(content | changes, sort_keys=False), encoding="utf-8")
+    save_hyp(read_yaml(base) | changes, path)
     return path

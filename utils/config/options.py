@@ -170,12 +170,6 @@ def _check_schedule_ends(schedule, opt):
         logger.warning("%s", fault)
 
 
-def check_test_options(opt: argparse.Namespace) -> None:
-    """Raise ValueError for a value that no test could use."""
-    check_ranges(opt, TEST_FLAGS)
-    _check_run_name(opt)
-
-
 def check_export_options(opt: argparse.Namespace) -> None:
     """Raise ValueError for what no export could do; complete --img-size, --opset and what a flag implies."""
     check_ranges(opt, EXPORT_FLAGS)
@@ -199,9 +193,9 @@ def check_export_options(opt: argparse.Namespace) -> None:
         logger.warning("--fp16 and --int8 are for CoreML, which is not written here; the files are float32")
 
 
-def check_detect_options(opt: argparse.Namespace) -> None:
-    """Raise ValueError for a value that no detection could use."""
-    check_ranges(opt, DETECT_FLAGS)
+def check_run_options(opt: argparse.Namespace, flags: dict[str, Flag]) -> None:
+    """Raise ValueError for a value that no test (TEST_FLAGS) or detection (DETECT_FLAGS) could use."""
+    check_ranges(opt, flags)
     _check_run_name(opt)
 
 

@@ -129,28 +129,60 @@ class Affine:
         return np.stack((*low, *high))
 
 
+class DrawnAffine(Affine):
+    """An Affine of which only `numbers` are there until its matrix is asked for, alone or with others.
+
+    They are (tilt x, tilt y, angle in degrees, gain, slant x, slant y, shift x, shift y) for a source `height` x
+    `width` (`source`) whose middle goes to the shift.
+    """
+
+    def __init__(self, numbers, source, width, height, has_perspective):
+        vars(self).update(
+            numbers=numbers, source=source, scale=numbers[3], width=width, height=height,
+            has_perspective=has_perspective,
+        )  # fmt: skip
+
+    @cached_property
+    def matrix(self):
+        return _matrices([self])[0]
+
+
+def make_matrices(affines):
+    """Make the matrices of all DrawnAffines among `affines` at once, which takes less time."""
+    drawn = [affine for affine in affines if "matrix" not in vars(affine)]
+    for affine, matrix in zip(drawn, _matrices(drawn) if drawn else (), strict=True):
+        vars(affine)["matrix"] = matrix
+
+
+def _matrices(affines):
+    """The matrices [n x 3 x 3] of DrawnAffines."""
+    tilt_x, tilt_y, angles, gains, slant_x, slant_y, shift_x, shift_y = zip(*[a.numbers for a in affines], strict=True)
+    height, width = np.array([a.source for a in affines]).T
+    steps = np.zeros((5, len(affines), 3, 3))
+    steps[:] = np.eye(3)
+    to_origin, tilt, rotation, slant, to_place = steps
+    to_origin[:, 0, 2], to_origin[:, 1, 2] = -width / 2, -height / 2
+    tilt[:, 2, 0], tilt[:, 2, 1] = tilt_x, tilt_y
+    rotation[:, :2] = [cv2.getRotationMatrix2D((0, 0), *turn) for turn in zip(angles, gains, strict=True)]
+    slant[:, 0, 1], slant[:, 1, 0] = slant_x, slant_y
+    to_place[:, 0, 2], to_place[:, 1, 2] = shift_x, shift_y
+    return to_place @ slant @ rotation @ tilt @ to_origin
+
+
 def draw_affine(height, width, degrees=10, translate=0.1, scale=0.1, shear=10, perspective=0.0, border=(0, 0)):
     """Draw (8 x uniform) an Affine for a `height` x `width` image; `border` is added to each side of the output."""
-    out_height, out_width = height + 2 * border[0], width + 2 * border[1]
-
-    to_origin = np.array([[1, 0, -width / 2], [0, 1, -height / 2], [0, 0, 1]])
-
-    tilt_x, tilt_y = (random.uniform(-perspective, perspective) for _ in range(2))
-    tilt = np.array([[1, 0, 0], [0, 1, 0], [tilt_x, tilt_y, 1]])
-
-    angle = random.uniform(-degrees, degrees)
-    gain = random.uniform(1 - scale, 1.1 + scale)  # stock behaviour: 1.1, so images grow on average
-    rotation = np.eye(3)
-    rotation[:2] = cv2.getRotationMatrix2D(center=(0, 0), angle=angle, scale=gain)
-
-    slant_x, slant_y = (math.tan(random.uniform(-shear, shear) * math.pi / 180) for _ in range(2))
-    slant = np.array([[1, slant_x, 0], [slant_y, 1, 0], [0, 0, 1]])
-
-    place_x, place_y = (random.uniform(0.5 - translate, 0.5 + translate) * side for side in (out_width, out_height))
-    to_place = np.array([[1, 0, place_x], [0, 1, place_y], [0, 0, 1]])
-
-    matrix = to_place @ slant @ rotation @ tilt @ to_origin
-    return Affine(matrix, gain, out_width, out_height, has_perspective=bool(perspective))
+    uniform, out_height, out_width = random.uniform, height + 2 * border[0], width + 2 * border[1]
+    numbers = (
+        uniform(-perspective, perspective),
+        uniform(-perspective, perspective),
+        uniform(-degrees, degrees),
+        uniform(1 - scale, 1.1 + scale),  # stock behaviour: 1.1, so images grow on average
+        math.tan(uniform(-shear, shear) * math.pi / 180),
+        math.tan(uniform(-shear, shear) * math.pi / 180),
+        uniform(0.5 - translate, 0.5 + translate) * out_width,
+        uniform(0.5 - translate, 0.5 + translate) * out_height,
+    )
+    return DrawnAffine(numbers, (height, width), out_width, out_height, has_perspective=bool(perspective))
 
 
 def warp_labels(labels, segments, affine):

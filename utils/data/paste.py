@@ -5,8 +5,7 @@ The objects of paste-in are samples that only know where they are; images are de
 """
 
 import random
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
@@ -19,8 +18,7 @@ MAX_OVERLAP = 0.30  # share of a label that something pasted may cover
 PLACE_SCALES = 2 * [0.75] + 4 * [0.5] + 4 * [0.25] + 4 * [0.125] + 6 * [0.0625]
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """An object on a canvas (anything with a shape and two-dimensional slicing, such as an image).
 
     `box` is (x1, y1, x2, y2) in whole pixels, ends excluded; `outline` [m x 2] int32.
@@ -43,10 +41,8 @@ class Sample:
         stock behaviour: channel values of 0 inside the outline become 255.
         """
         x1, y1, x2, y2 = self.box
-        img, mask = self.canvas[y1:y2, x1:x2].copy(), cv2.cvtColor(self._mask(), cv2.COLOR_GRAY2BGR)
-        img |= -(img == 0).view(np.uint8)  # 255 where it is 0
-        img &= mask
-        return img
+        pixels = self.canvas[y1:y2, x1:x2]
+        return cv2.copyTo(pixels - (pixels == 0).view(np.uint8), self._mask())  # 0 - 1 is 255
 
     def _mask(self):
         """255 inside the outline, 0 outside [h x w of the box].
@@ -56,11 +52,11 @@ class Sample:
         """
         x1, y1, x2, y2 = self.box
         height, width = self.canvas.shape[:2]
-        (low_x, low_y), (high_x, high_y) = self.outline.min(0), self.outline.max(0)
-        left, top = max(min(low_x, x1), 0), max(min(low_y, y1), 0)
-        right, bottom = min(max(high_x + 1, x2), width), min(max(high_y + 1, y2), height)
+        x, y, w, h = cv2.boundingRect(self.outline)
+        left, top = max(min(x, x1), 0), max(min(y, y1), 0)
+        right, bottom = min(max(x + w, x2), width), min(max(y + h, y2), height)
         mask = np.zeros((bottom - top, right - left), np.uint8)
-        cv2.drawContours(mask, [self.outline - (left, top)], -1, 255, cv2.FILLED)
+        cv2.drawContours(mask, [self.outline], -1, 255, cv2.FILLED, offset=(-left, -top))
         return mask[y1 - top : y2 - top, x1 - left : x2 - left]
 
 
@@ -129,6 +125,7 @@ def pastein(img, labels, samples, paste=paste_visible):
     Makes its draws even without samples.
     """
     height, width = img.shape[:2]
+    boxes, pasted = _with_areas(labels[:, 1:5]), []
     for scale in PLACE_SCALES:
         if random.random() < 0.2:
             continue
@@ -136,14 +133,32 @@ def pastein(img, labels, samples, paste=paste_visible):
         x1, y1, x2, y2 = place
         if not samples or x2 - x1 <= 20 or y2 - y1 <= 20:
             continue
-        if (bbox_ioa(np.array(place), labels[:, 1:5]) >= MAX_OVERLAP).any():
+        if _hides_one(place, boxes):
             continue
         sample = samples[random.randint(0, len(samples) - 1)]
-        pasted = _paste(img, sample, place, paste)
-        if pasted is not None:
-            label = np.array([[sample.category, *pasted]], labels.dtype)
-            labels = np.concatenate((labels, label))
-    return labels
+        box = _paste(img, sample, place, paste)
+        if box is not None:
+            x1, y1, x2, y2 = box
+            boxes.append((*box, float(labels.dtype.type((x2 - x1) * (y2 - y1)))))
+            pasted.append((sample.category, *box))
+    return np.concatenate((labels, np.array(pasted, labels.dtype))) if pasted else labels
+
+
+def _with_areas(boxes_xyxy):
+    """`boxes_xyxy` [n x 4] as a list of (x1, y1, x2, y2, area): plain numbers, for there are few."""
+    width, height = (boxes_xyxy[:, 2:] - boxes_xyxy[:, :2]).T
+    return [(*box, area) for box, area in zip(boxes_xyxy.tolist(), (width * height + 1e-16).tolist(), strict=True)]
+
+
+def _hides_one(place, boxes):
+    """Whether `place` (x1, y1, x2, y2) covers too much of one of the `boxes` of `_with_areas`, as `bbox_ioa` has it."""
+    x1, y1, x2, y2 = place
+    for left, top, right, bottom, area in boxes:
+        if left < x2 and right > x1 and top < y2 and bottom > y1:
+            common = (min(right, x2) - max(left, x1)) * (min(bottom, y2) - max(top, y1))
+            if common / area >= MAX_OVERLAP:
+                return True
+    return False
 
 
 def _draw_place(height, width, scale):
@@ -164,7 +179,7 @@ def _paste(img, sample, place, paste):
     if width <= 10 or height <= 10:
         return None
     pixels = cv2.resize(sample.cut_out(), (width, height))
-    if np.count_nonzero(pixels) <= 60:  # stock behaviour: counts channel values, not pixels
+    if cv2.countNonZero(pixels.reshape(height, -1)) <= 60:  # stock behaviour: counts channel values, not pixels
         return None
     paste(img, pixels, x1, y1)
     return x1, y1, x1 + width, y1 + height

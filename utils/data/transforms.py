@@ -85,7 +85,8 @@ class Colours(NamedTuple):
 
 def draw_colours(hgain, sgain, vgain):
     """Colours with factors from 1 - gain to 1 + gain."""
-    return Colours(*(np.random.uniform(-1, 1, 3) * [hgain, sgain, vgain] + 1))
+    hue, saturation, value = np.random.uniform(-1, 1, 3).tolist()
+    return Colours(hue * hgain + 1, saturation * sgain + 1, value * vgain + 1)
 
 
 def augment_hsv(img, hgain=0.5, sgain=0.5, vgain=0.5):

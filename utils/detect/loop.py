@@ -31,7 +31,7 @@ class Outcome:
     faults: list[str] = field(default_factory=list)
     seconds: float = 0.0
     inference: float = 0.0
-    interrupted: bool = False
+    interrupted: KeyboardInterrupt | None = None
 
     def summary(self, names: Sequence) -> str:
         """The last line."""
@@ -110,8 +110,8 @@ def detect(
                 results = _results(batch, predictor)
                 outcome.inference += sum(seconds for *_, seconds in results)
                 hand_on(in_order.add(results))
-        except KeyboardInterrupt:
-            outcome.interrupted = True
+        except KeyboardInterrupt as interruption:
+            outcome.interrupted = interruption.with_traceback(None)
             hand_on(in_order.rest())
         except _Closed:
             pass
@@ -184,8 +184,10 @@ class Lines:
             height, width = frame.image.shape[:2]
             frames = f" {counted(self.frames, 'frame')}" if item.kind == "video" else ""
             found, each = counts_text(self.class_ids, self.names), 1e3 * self.seconds / self.frames
-            line = f"{item.kind} {item.position} {item.label}: {width}x{height}{frames} {found}, {each:.1f} ms"
-            logger.info("%s", folded(line))
+            name = f"{item.kind} {item.position} {item.label}:"
+            result = f"{width}x{height}{frames} {found}, {each:.1f} ms"
+            line = folded(f"{name} {result}")  # whose name stays whole
+            logger.info("%s", line if "\n" not in line else f"{name}\n{folded(f'    {result}')}")
             self.class_ids, self.frames, self.seconds = [], 0, 0.0
 
     def warn(self, fault: str) -> None:

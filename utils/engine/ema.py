@@ -30,16 +30,15 @@ def new_half_copy(model):
 class ModelEMA:
     """Holds `ema`, the average of a model in eval mode, and the number of `updates` that went into it.
 
-    `average` (ema, model, decay) does the arithmetic in place, `half_copy` (ema) makes what a GPU evaluates.
+    `half_copy` (ema) makes what a GPU evaluates.
     """
 
     half_copy = staticmethod(new_half_copy)
 
-    def __init__(self, model, decay=0.9999, updates=0, average=average_per_tensor):
+    def __init__(self, model, decay=0.9999, updates=0):
         self.ema = deepcopy(unwrap(model)).eval().requires_grad_(False)
         self.updates = updates
         self.final_decay = decay
-        self.average = average
 
     def decay(self, updates):
         """Weight of the old average at this update: near 0 at first, so that the average leaves the start quickly."""
@@ -49,7 +48,7 @@ class ModelEMA:
     def update(self, model):
         """Take in the weights of `model` after an optimiser step."""
         self.updates += 1
-        self.average(self.ema, unwrap(model), self.decay(self.updates))
+        average_per_tensor(self.ema, unwrap(model), self.decay(self.updates))
 
     def update_attr(self, model, include=(), exclude=("process_group", "reducer")):
         """Copy plain attributes of `model`: those named in `include`, or all public ones but `exclude`."""

@@ -156,6 +156,10 @@ class Trainer:
         """Loss items of this epoch that `step` has not returned: none [0 x 4]."""
         return torch.zeros(0, 4)
 
+    def with_room(self, call: Callable) -> Callable:
+        """What to call in place of `call`, work between the steps, so that memory that steps hold can be had by it."""
+        return call
+
     def scalars(self) -> dict[str, float]:
         """Numbers {tag: value} about the steps so far, for the event file: none."""
         return {}

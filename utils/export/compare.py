@@ -102,7 +102,7 @@ def _check(runtime, module, run, reference, images, shapes, compare):
             hint = "; nearly equal scores, as of an untrained model, do that" if LOST in wrong else ""
             raise ValueError(f"{place} differs from PyTorch in {' and '.join(wrong)}: {in_words(worst)}{hint}")
         said = f"{place}, largest differences: {in_words(worst)}"
-        logger.info("%s", folded(f"  {said}", 79))
+        logger.info("%s", folded(f"  {said}"))
         if worst.get(LOST) == [0, 0]:
             logger.warning("%s: neither finds anything in these images, so no box was compared; --source: others, "
                            "--conf-thres: a lower limit", place)  # fmt: skip

@@ -1,7 +1,6 @@
 """Checkpoints written beside the training: a snapshot at once, the files by a thread."""
 
 import logging
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 
@@ -35,6 +34,7 @@ class BackgroundCheckpoints(Checkpoints):
 
     def after_epoch(self, make_content, epoch, is_best):
         self.wait()
+        self.copies.wanted = []  # of an attempt for which there was too little memory
         super().after_epoch(make_content, epoch, is_best)
 
     def write(self, content, paths):
@@ -79,12 +79,13 @@ class BackgroundCheckpoints(Checkpoints):
 class HostCopies:
     """NewCopies in host memory that each checkpoint uses again, filled in two steps.
 
-    `fetch` takes what the device holds, as one piece for each type of number; that is all that the device is needed
-    for. `fill` gives each copy its part; until then copies have any content.
+    `fetch` takes what the device holds, storage by storage: flat tensors hold nearly everything, so these are few
+    copies, and that is all that the device is needed for. `fill` gives each copy its part; until then copies have any
+    content.
     """
 
     def __init__(self):
-        self.models, self.kept, self.pieces, self.taken = {}, {}, {}, {}
+        self.models, self.kept, self.taken = {}, {}, {}
         self.wanted = []  # (source, copy)
 
     def owned(self):
@@ -123,24 +124,25 @@ class HostCopies:
 
     @torch.no_grad()
     def fetch(self):
-        """Take all that is wanted, each tensor once; it may change afterwards."""
-        sources = {_place(source): source.detach() for source, _ in self.wanted}
-        kinds = defaultdict(list)
-        for place, source in sources.items():
-            kinds[source.dtype, source.device].append((place, source))
-        self.taken = {}
-        for kind, members in kinds.items():
-            found = torch.cat([source.reshape(-1) for _, source in members])
-            if kind not in self.pieces or len(self.pieces[kind]) != len(found):
-                self.pieces[kind] = torch.empty(len(found), dtype=found.dtype, pin_memory=found.is_cuda)
-            parts = self.pieces[kind].copy_(found).split([source.numel() for _, source in members])
-            self.taken |= {place: part for (place, _), part in zip(members, parts, strict=True)}
+        """Take all that is wanted; it may change afterwards."""
+        before, self.taken = self.taken, {}
+        storages = {_place(source): source.untyped_storage() for source, _ in self.wanted}
+        for place, storage in storages.items():
+            there = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            here = before.get(place)
+            if here is None or len(here) != len(there):
+                here = torch.empty(len(there), dtype=torch.uint8, pin_memory=there.is_cuda)
+            self.taken[place] = here.copy_(there, non_blocking=True)
+        if any(storage.is_cuda for storage in storages.values()):
+            torch.cuda.current_stream().synchronize()
 
     @torch.no_grad()
     def fill(self):
         """Write what was taken into the copies."""
         for source, copy in self.wanted:
-            copy.copy_(self.taken[_place(source)].view(source.shape))
+            whole = self.taken[_place(source)].untyped_storage()
+            part = torch.empty(0, dtype=source.dtype)
+            copy.copy_(part.set_(whole, source.storage_offset(), source.shape, source.stride()))
         self.wanted = []
 
 
@@ -154,8 +156,8 @@ def _room_for(model):
 
 
 def _place(tensor):
-    """What tells one tensor from another, however many objects stand for it."""
-    return tensor.data_ptr(), tensor.numel(), tensor.dtype
+    """What tells one storage from another, however many tensors lie in it."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def snapshot(content, owned=()):

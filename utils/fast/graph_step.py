@@ -13,7 +13,8 @@ itself executes nothing. So neither disturbs the statistics of BatchNorm, the mo
 
 The graph of a shape has room for the candidates of the largest batch so far and some more (`PaddedSizes`); a larger
 batch makes it be captured again, an exceptionally crowded one is trained without it. Graphs keep the memory of their
-work. Where ordinary steps find too little beside it, as in the last batch of an epoch, the graphs go for the while.
+work. Whoever finds too little beside it (the last batch of an epoch, a validation, a checkpoint) is tried a second
+time without them (`with_room`), and they are captured again afterwards.
 """
 
 import gc
@@ -24,10 +25,10 @@ from functools import partial
 import torch
 
 from utils.fast.train_step import FastSteps
-from utils.loss import batched_assigner
 from utils.loss.batched import grid_shapes
 from utils.ops.cuda_graph import MAX_KEYS, WARM_UP_CALLS, Captured, PaddedSizes, record
 from utils.system.files import counted
+from utils.system.memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class GraphSteps(FastSteps):
 
     def finish(self):
         super().finish()
+        self._free_graphs()  # for what follows, such as the official score
         logger.info(
             "CUDA graph: %s", ", ".join(f"{counted(count, 'step')} {kind}" for kind, count in self.counts.items())
         )
@@ -84,7 +86,7 @@ class GraphSteps(FastSteps):
         shape.num_steps += 1
         candidate_sets = self._prepare(batch, shape)
         sizes = [candidates.sizes for candidates in candidate_sets]
-        if shape.num_steps <= WARM_UP_CALLS or shape.padded.is_crowded(sizes, batched_assigner.MAX_PAIRS):
+        if shape.num_steps <= WARM_UP_CALLS or shape.padded.is_crowded(sizes):
             return self._ordinary(batch)
         if shape.captured is None or not shape.padded.fits(sizes):
             candidate_sets = self._capture_for(batch, sizes, shape)
@@ -108,15 +110,24 @@ class GraphSteps(FastSteps):
 
     def _ordinary(self, batch):
         self.counts["ordinary"] += 1
+        # BatchNorm perhaps counts a batch twice that is tried a second time.
+        return self.with_room(super().backward)(batch)
+
+    def with_room(self, call):
+        return partial(self._with_room, call)
+
+    def _with_room(self, call, *args, **options):
         try:
-            return super().backward(batch)
-        except torch.cuda.OutOfMemoryError:
-            if not self._free_graphs():
+            return call(*args, **options)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error) or not self._free_graphs():
                 raise
-        # Outside of the handler: the error holds what was taken. BatchNorm has perhaps counted this batch once already.
+        # Outside of the handler: the error holds what was taken.
+        logger.info("CUDA graphs have given their memory back, which other work needs; they are captured again")
+        self.trainer.optimizer.zero_grad()  # of a step that has failed
         gc.collect()
         torch.cuda.empty_cache()
-        return super().backward(batch)
+        return call(*args, **options)
 
     def _free_graphs(self):
         """Let the graphs go, whose memory is of no use to other work; returns whether there was one.
@@ -126,9 +137,7 @@ class GraphSteps(FastSteps):
         holders = [shape for shape in self.shapes.values() if shape.captured]
         if not holders and self.captured_update is None:
             return False
-        logger.info("CUDA graphs give their memory back, which an ordinary step needs; they are captured again")
         self.wait()
-        self.trainer.optimizer.zero_grad()  # of the step that has failed
         for shape in holders:
             shape.captured = None
         self.captured_update = None

@@ -24,6 +24,7 @@ from torch.nn import functional
 from utils.fast.compile import tensors_in
 from utils.loss.batched import grid_shapes
 from utils.system.files import counted
+from utils.system.signals import held_back
 
 logger = logging.getLogger(__name__)
 
@@ -95,11 +96,12 @@ def compile_ahead(steps: Any, shape: Sequence[int], num_steps: int) -> None:
         return
     torch.backends.cudnn.benchmark = num_steps >= SEARCH_STEPS
     logger.info("Preparing the kernels for images %s ...", " x ".join(map(str, shape)))
-    total = dry_loss(trainer.compute_loss, shape, device)  # before the rest: it asks the device whether kernels work
-    with getattr(steps, "on_stream", nullcontext)(), compiled_in_threads(device) as kernels:
-        images = steps.as_input(torch.zeros(shape, dtype=torch.uint8, device=device))
-        dry_pass(trainer.network, images, trainer.autocast, total)
-    torch.cuda.synchronize(device)
+    with held_back():
+        total = dry_loss(trainer.compute_loss, shape, device)  # first: it asks the device whether kernels work
+        with getattr(steps, "on_stream", nullcontext)(), compiled_in_threads(device) as kernels:
+            images = steps.as_input(torch.zeros(shape, dtype=torch.uint8, device=device))
+            dry_pass(trainer.network, images, trainer.autocast, total)
+        torch.cuda.synchronize(device)
     logger.info("%s ready after %.1f s", counted(len(kernels), "kernel of Triton", "kernels of Triton"),
                 time.monotonic() - began)  # fmt: skip
 

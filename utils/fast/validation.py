@@ -23,10 +23,6 @@ from utils.ops.boxes import xywh2xyxy
 from utils.system.compilers import why_no_kernels
 from utils.system.progress import progress
 
-# Pixels of a batch from which on the fused kernels are the quicker form: starting them takes the host 18 ms a batch of
-# yolov7-tiny, the model's own operations 10 ms, and the GPU less than that for 128 images of 320 px (on an H200).
-LARGE = 256 * 320 * 320
-
 
 @dataclass
 class Truth:
@@ -49,7 +45,7 @@ class Truth:
 class FastValidation:
     """Called once for every validation of a run, always with the same loader.
 
-    `fuse` makes of a model what is called for LARGE batches; it may take images as bytes (`takes_bytes`).
+    `fuse` makes of a model what is called in its place; it may take images as bytes (`takes_bytes`).
     """
 
     def __init__(self, fuse=lambda model: model):
@@ -67,28 +63,25 @@ class FastValidation:
     ):  # fmt: skip
         """As `evaluate` with the same arguments; returns an Evaluation."""
         weight = next(model.parameters())
-        layout = torch.contiguous_format
-        if weight.device.type == "cuda":  # `model` is a copy, or was loaded to be scored
-            layout = torch.channels_last
-            model = model.to(memory_format=layout)
-        if model is not self.model:  # mostly it is one and the same, with new weights
+        layout = torch.channels_last if weight.is_cuda else torch.contiguous_format
+        if model is not self.model:  # mostly it is one and the same, with new weights where the old ones were
+            if weight.is_cuda:  # it is a copy, or was loaded to be scored; on a CPU it is the average itself
+                model.to(memory_format=layout)
             self.model, self.network = model, self.fuse(model).eval()
         self.loss = _batched(compute_loss)
         with without_search():
-            found, losses = self._pass(model, loader, layout, conf_thres, iou_thres, single_cls)
+            found, losses = self._pass(weight, loader, layout, conf_thres, iou_thres, single_cls)
         found.batches = gather(found.batches)
         return Evaluation(found.scores(nc, v5_metric), mean_losses(gather(losses)))
 
-    def _pass(self, model, loader, layout, conf_thres, iou_thres, single_cls):
-        """(Found, the loss items [3] of each batch)."""
-        weight = next(model.parameters())
+    def _pass(self, weight, loader, layout, conf_thres, iou_thres, single_cls):
+        """(Found, the loss items [3] of each batch). `weight` is one of the model's."""
         found, losses = Found(weight.device), []
         for index, (images, targets, _, shapes) in enumerate(progress(loader, desc="scoring", unit="batch")):
             images = images.to(weight.device, non_blocking=True)
-            network = self.network if images.shape.numel() >= 3 * LARGE else model
-            if not getattr(network, "takes_bytes", False):
+            if not getattr(self.network, "takes_bytes", False):
                 images = images.to(weight.dtype, memory_format=layout) / 255
-            predictions, maps = network(images)
+            predictions, maps = self.network(images)
             truth = self._truth(index, targets, shapes, images, maps)
             if self.loss:
                 losses.append(self.loss.compute(in_float32(maps), truth.candidate_sets)[1][:3])

@@ -240,10 +240,7 @@ def open_gpu():
 def gpu_name():
     """The name of the first visible GPU; None without NVML."""
     pynvml, handle = _first_gpu()
-    if handle is None:
-        return None
-    name = pynvml.nvmlDeviceGetName(handle)
-    return name.decode() if isinstance(name, bytes) else name
+    return None if handle is None else pynvml.nvmlDeviceGetName(handle)
 
 
 def _first_gpu():

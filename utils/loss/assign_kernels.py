@@ -75,10 +75,10 @@ def map_of(layer, m0, m1, m2, m3, m4, L: tl.constexpr):
 
 
 @triton.jit
-def image_of(slot, room, targets, first, counts):
+def image_of(slot, num_slots, room, targets, first, counts):
     """Image, its first slot, and whether the slot is in use, of slots of which each target has `room`."""
     image = tl.load(targets + slot // room * 6).to(tl.int32)
-    exists = image >= 0
+    exists = (image >= 0) & (slot < num_slots)
     image = tl.maximum(image, 0)
     start = tl.load(first + image) * room
     return image, start, exists & (slot - start < tl.load(counts + image))
@@ -176,7 +176,7 @@ def predictions_kernel(targets, first, counts, integers, numbers, cells, m0, m1,
     same, logarithms of 1 - score, whose negative sum is the background cost
     """
     slot = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    image, _, exists = image_of(slot, L * NUM_STEPS * A, targets, first, counts)
+    image, _, exists = image_of(slot, num_slots, L * NUM_STEPS * A, targets, first, counts)
     if tl.max(exists.to(tl.int32), 0) > 0:
         cell = tl.load(cells + slot, mask=exists, other=0)
         layer, anchor, y, x, own_integers, own_numbers = place_of(cell, integers, numbers, L, A)
@@ -305,7 +305,7 @@ def assign_kernel(targets, first, counts, boxes, log_rest_sums, logits, threshol
                   width, height, room, BLOCK: tl.constexpr):  # fmt: skip
     """assigned [num_slots]: the target of each candidate, -1 for none. See `assigner.resolve_conflicts`."""
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    image, start, exists = image_of(slot, room, targets, first, counts)
+    image, start, exists = image_of(slot, num_slots, room, targets, first, counts)
     first_target = tl.load(first + image)
     num_targets = tl.where(exists, tl.load(first + image + 1) - first_target, 0)
     num_selecting = tl.zeros((BLOCK,), tl.int32)

@@ -35,7 +35,7 @@ def assign(rows, candidates, num_ious=10, boxes=None):
     tensors, pairs = candidates.tensors, candidates.sizes.pairs
     cells = decode(rows.float(), tensors, boxes)
     chunks = [Chunk(0, candidates.sizes.targets, 0, pairs)]
-    if pairs > MAX_PAIRS:
+    if candidates.sizes.is_too_large:
         if rows.is_cuda and torch.cuda.is_current_stream_capturing():
             raise ValueError(f"{candidates.sizes} are too many pairs for a CUDA graph (at most {MAX_PAIRS}): "
                              "run it without")  # fmt: skip
@@ -99,16 +99,23 @@ class Chunk(NamedTuple):
 
 def _chunks(candidates, most):
     """The targets of a CandidateSet in chunks of at most `most` pairs, without padding."""
-    ends = candidates.pairs_of_target.cumsum()
-    cuts = [0]
-    while cuts[-1] < len(ends):
-        start = ends[cuts[-1] - 1] if cuts[-1] else 0
-        cuts.append(max(int(ends.searchsorted(start + most, side="right")), cuts[-1] + 1))
-    edges = [0, *ends[np.array(cuts[1:], dtype=int) - 1].tolist()]
+    cuts, edges = cut(candidates.pairs_of_target.cumsum(), most)
     return [
         Chunk(first, last, start, end - start)
         for (first, last), (start, end) in zip(pairwise(cuts), pairwise(edges), strict=True)
     ]
+
+
+def cut(ends, most):
+    """Where to cut a list of things, and where their parts begin and end there: at most `most` parts a chunk.
+
+    `ends` [n]: where the parts of each thing end. A thing with more parts is a chunk of its own.
+    """
+    cuts = [0]
+    while cuts[-1] < len(ends):
+        start = ends[cuts[-1] - 1] if cuts[-1] else 0
+        cuts.append(max(int(ends.searchsorted(start + most, side="right")), cuts[-1] + 1))
+    return cuts, [0, *ends[np.array(cuts[1:], dtype=int) - 1].tolist()]
 
 
 def _assign_chunks(cells, tensors, chunks, num_ious):

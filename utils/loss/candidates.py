@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from utils.loss import batched_assigner
 from utils.loss.assigner import NEIGHBOUR_STEPS
 from utils.ops.boxes import xywh2xyxy
 
@@ -81,6 +82,11 @@ class Sizes:
     def work(self):
         """What to compute with it costs; most of it is spent on the pairs."""
         return self.pairs
+
+    @property
+    def is_too_large(self):
+        """Whether they are assigned in chunks, which no graph can hold."""
+        return self.pairs > batched_assigner.MAX_PAIRS
 
     def _of_each(self, function, *others):
         """Sizes whose numbers are `function` of ours and those of `others`."""

@@ -12,9 +12,9 @@ type and order.
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -25,12 +25,16 @@ from torch.autograd.function import once_differentiable
 
 from utils.loss import assign_kernels, loss_kernels
 from utils.loss.assigner import NEIGHBOUR_STEPS, dynamic_k
+from utils.loss.batched_assigner import cut
 from utils.loss.candidates import SPARE, InOneBuffer, round_up
 from utils.loss.criterion import AUXILIARY_WEIGHT, smooth_labels
 
 logger = logging.getLogger(__name__)
 
 MOST_LAYERS = 5
+# Scores of candidates [slots x classes] that an assignment holds at once, in two tensors of 4 bytes each: 1 GB. More
+# are assigned in chunks of images. Of 80 classes on three layers 37,000 targets have as many.
+MOST_SCORES = 1 << 27
 EXACT = {"enable_fp_fusion": False}  # arithmetic operation by operation, as torch's
 
 
@@ -39,21 +43,27 @@ EXACT = {"enable_fp_fusion": False}  # arithmetic operation by operation, as tor
 
 @dataclass(frozen=True)
 class Room:
-    """For how many targets there is room."""
+    """For how many targets there is room, and how many scores the candidates of each may have."""
 
     targets: int
+    scores: int
 
     @property
     def work(self):
-        """Grows with what computing costs; nothing here has the limit of pairs that `batched_assigner` has."""
+        """Grows with what computing costs."""
         return self.targets
 
+    @property
+    def is_too_large(self):
+        """Whether they are assigned in chunks, which no graph can hold."""
+        return self.targets * self.scores > MOST_SCORES
+
     def or_more(self, other):
-        return Room(max(self.targets, other.targets))
+        return replace(self, targets=max(self.targets, other.targets))
 
     def with_spare(self):
         """With room for larger batches to come."""
-        return Room(round_up(int(self.targets * SPARE)))
+        return replace(self, targets=round_up(int(self.targets * SPARE)))
 
 
 class TargetTensors(NamedTuple):
@@ -75,6 +85,7 @@ class TargetSet(InOneBuffer):
     threshold: float  # of the anchors
     reach: float
     buffer: Tensor  # int32, with float32 parts
+    ends: np.ndarray  # [images] where the targets of each end, on the host
     tensors: TargetTensors = field(init=False, repr=False)  # views of the buffer
 
     def __post_init__(self):
@@ -90,7 +101,15 @@ class TargetSet(InOneBuffer):
     @property
     def slots(self):
         """How many candidates a target can have."""
-        return len(self.shapes) * len(NEIGHBOUR_STEPS) * self.shapes[0][1]
+        return _slots(self.shapes)
+
+    def copy_(self, other):
+        super().copy_(other).ends = other.ends
+        return self
+
+
+def _slots(shapes):
+    return len(shapes) * len(NEIGHBOUR_STEPS) * shapes[0][1]
 
 
 def _aligned(size):
@@ -112,17 +131,18 @@ def target_set(
     if (np.diff(image) < 0).any():
         order = image.argsort(kind="stable")
         rows, image = rows[order], image[order]
-    room = Room(round_up(len(rows)))
+    room = Room(round_up(len(rows)), _slots(shapes) * (shapes[0][4] - 5))
     room = room if at_least is None else room.or_more(at_least)
     batch, num_anchors = shapes[0][:2]
     sizes = room.targets * 6, batch + 1, len(shapes) * 4, len(shapes) * (2 + 2 * num_anchors)
     buffer = torch.empty(sum(map(_aligned, sizes)), dtype=torch.int32, pin_memory=pinned)
     buffer.numpy().fill(0)  # torch would take all threads for a large one, and they go on spinning for milliseconds
-    made = TargetSet(room, shapes, tuple(image_size or (1, 1)), anchor_threshold, reach, buffer)
+    ends = np.bincount(image, minlength=batch).cumsum()
+    made = TargetSet(room, shapes, tuple(image_size or (1, 1)), anchor_threshold, reach, buffer, ends)
     parts = [part.numpy() for part in made.tensors]  # views, to be written to
     parts[0][: len(rows)] = rows
     parts[0][len(rows) :, 0] = -1
-    np.cumsum(np.bincount(image, minlength=batch), out=parts[1][1:])
+    parts[1][1:] = ends
     parts[2][:], parts[3][:] = _layer_table(shapes, tuple(anchors.flatten().tolist()),
                                             tuple(torch.as_tensor(strides).tolist()), tuple(balance))  # fmt: skip
     return made
@@ -216,15 +236,38 @@ def _new_slots(batch, num_slots, room):
 
 def assign(batch: TargetSet, candidates: Slots, maps: Maps, num_ious: int) -> Slots:
     """The candidates that OTA assigns, each with the target that it is assigned to; `maps` of the lead heads."""
-    (targets, first, *table), shapes = batch.tensors, batch.shapes
+    (_, first, *table), shapes = batch.tensors, batch.shapes
+    num_targets, edges = batch.sizes.targets, [0, batch.sizes.targets]
+    assigned = torch.empty_like(candidates.cells)
+    if batch.sizes.is_too_large:
+        assert not (assigned.is_cuda and torch.cuda.is_current_stream_capturing()), "the chunks are those of this batch"
+        edges = cut(batch.ends, max(MOST_SCORES // batch.sizes.scores, 1))[1]
+        assigned.fill_(-1)  # of the padding
+    for begin, end in pairwise(edges):
+        if begin < end:  # else only images without targets
+            _assign_targets(begin, end, batch, candidates, maps, num_ious, assigned)
+    matches = _new_slots(batch, num_targets * num_ious, num_ious)
+    assign_kernels.matches_kernel[(shapes[0][0],)](
+        first, candidates.counts, *table, candidates.cells, assigned, matches.cells, matches.targets, matches.counts,
+        matches.per_layer, batch.slots, num_ious, L=len(shapes), A=shapes[0][1], BLOCK=256, num_warps=4,
+    )  # fmt: skip
+    return matches
+
+
+def _assign_targets(begin, end, batch, candidates, maps, num_ious, assigned):
+    """Write to `assigned` what OTA assigns to the targets `begin` to `end`, all those of some images."""
+    (targets, first, *table), shapes, room = batch.tensors, batch.shapes, batch.slots
     num_layers, num_anchors, num_classes = len(shapes), shapes[0][1], maps.tensors[0].shape[-1] - 5
-    num_slots, num_targets, room = len(candidates.cells), len(targets), batch.slots
+    # Kernels count targets and slots from the first one of them.
+    targets, first, slots = targets[begin:end], first - begin if begin else first, slice(begin * room, end * room)
+    cells, assigned = candidates.cells[slots], assigned[slots]
+    num_targets, num_slots = len(targets), len(cells)
     height, width = map(float, batch.image_size)
     boxes, best = targets.new_empty(4, num_slots), targets.new_empty(num_targets, num_ious)
     log_rests, logits = targets.new_empty(num_slots, num_classes), targets.new_empty(num_slots, num_classes)
     classes = min(triton.next_power_of_2(num_classes), 128)
     assign_kernels.predictions_kernel[(triton.cdiv(num_slots, 8),)](
-        targets, first, candidates.counts, *table, candidates.cells, *maps.addresses, boxes, log_rests, logits,
+        targets, first, candidates.counts, *table, cells, *maps.addresses, boxes, log_rests, logits,
         num_slots, num_classes, maps.gap, L=num_layers, A=num_anchors, CHANNELS_LAST=maps.channels_last, ROWS=8,
         CLASSES=classes, num_warps=4, **EXACT,
     )  # fmt: skip
@@ -238,17 +281,12 @@ def assign(batch: TargetSet, candidates: Slots, maps: Maps, num_ious: int) -> Sl
         *known, *costs, dynamic_k(best), thresholds, num_slots, num_classes, width, height, room,
         BLOCK=512, num_warps=2, **EXACT,
     )  # fmt: skip
-    assigned = torch.empty_like(candidates.cells)
     assign_kernels.assign_kernel[(triton.cdiv(num_slots, 128),)](
         *known, *costs, thresholds, assigned, num_slots, num_classes, width, height, room,
         BLOCK=128, num_warps=4, **EXACT,
     )  # fmt: skip
-    matches = _new_slots(batch, num_targets * num_ious, num_ious)
-    assign_kernels.matches_kernel[(shapes[0][0],)](
-        first, candidates.counts, *table, candidates.cells, assigned, matches.cells, matches.targets, matches.counts,
-        matches.per_layer, room, num_ious, L=num_layers, A=num_anchors, BLOCK=256, num_warps=4,
-    )  # fmt: skip
-    return matches
+    if begin:
+        assigned += begin * (assigned >= 0)
 
 
 # --- loss and gradients ----------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def find_annotations(entries, split="val", named=None):
     """
     places = [Path(named)] if named else []
     for entry in () if named else entries if isinstance(entries, list) else [entries]:
-        two_up = os.path.join(entry, "..", "..", "annotations")  # noqa: PTH118 (a link is followed before going up)
+        two_up = os.path.join(entry, "..", "..", "annotations")  # a link is followed before going up
         for folder in (two_up, os.path.normpath(two_up), Path(entry).parent / "annotations"):
             places += [Path(folder) / f"instances_{split}{year}.json" for year in ("2017", "")]
     places = list(dict.fromkeys(places))
@@ -46,8 +46,8 @@ def read_annotations(path):
     """
     try:
         content = _parse(path)
-        check_images(content["images"])
-        check_categories(content["categories"])
+        _check_named("images", content["images"], "file_name", _is_file_name, "the name of a file")
+        _check_named("categories", content["categories"], "name", _is_class_name, "the name of a class")
         for number, entry in enumerate(content["annotations"]):
             check_annotation(f"annotations[{number}]", entry)
     except OSError as error:
@@ -82,31 +82,26 @@ def _parse(path):
     return content
 
 
-def check_images(entries):
-    """Raise ValueError unless every one of `images` has an id of its own and a file name."""
-    _check_ids("images", entries)
-    for number, entry in enumerate(entries):
-        name = _field(f"images[{number}]", entry, "file_name")
-        if not isinstance(name, str) or not name.strip():
-            raise ValueError(f"images[{number}].file_name is {_described(name)}, not the name of a file")
-
-
-def check_categories(entries):
-    """Raise ValueError unless every one of `categories` has an id of its own and a name; a number is a name, too."""
-    _check_ids("categories", entries)
-    for number, entry in enumerate(entries):
-        name = _field(f"categories[{number}]", entry, "name")
-        if not isinstance(name, (str, int, float)) or isinstance(name, bool):
-            raise ValueError(f"categories[{number}].name is {_described(name)}, not the name of a class")
-
-
-def _check_ids(key, entries):
+def _check_named(key, entries, of_name, is_name, wanted):
+    """Raise ValueError unless every one of the `entries` under `key` has an id of its own, and a name `of_name`."""
     known = {}
     for number, entry in enumerate(entries):
         own = _id_field(f"{key}[{number}]", entry, "id")
         if own in known:
             raise ValueError(f"{key}[{number}].id is {shown(own)}, as that of {key}[{known[own]}]")
         known[own] = number
+    for number, entry in enumerate(entries):
+        name = _field(f"{key}[{number}]", entry, of_name)
+        if not is_name(name):
+            raise ValueError(f"{key}[{number}].{of_name} is {_described(name)}, not {wanted}")
+
+
+def _is_file_name(value):
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _is_class_name(value):
+    return isinstance(value, (str, int, float)) and not isinstance(value, bool)  # a number is a name, too
 
 
 def check_annotation(place, entry):

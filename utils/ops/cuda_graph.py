@@ -44,7 +44,8 @@ class Captured:
 class PaddedSizes:
     """The sizes that the inputs of one graph key are padded to, one for each input; None before the first `grow`.
 
-    A size knows `with_spare()`, itself with room for larger inputs to come, and `work`, what a replay of it costs.
+    A size knows `with_spare()`, itself with room for larger inputs to come, `work`, what a replay of it costs, and
+    `is_too_large`, whether a graph would hold too much memory for it.
     """
 
     def __init__(self):
@@ -55,11 +56,12 @@ class PaddedSizes:
 
     def grow(self, sizes):
         """Make room for inputs of `sizes` and larger ones."""
-        self.sizes, self.num_crowded = [size.with_spare() for size in sizes], 0
+        larger = [size.with_spare() for size in sizes]
+        self.sizes, self.num_crowded = sizes if any(size.is_too_large for size in larger) else larger, 0
 
-    def is_crowded(self, sizes, max_work):
+    def is_crowded(self, sizes):
         """Whether a batch is not worth a larger graph. Such batches are counted; when they are many, it is."""
-        if max(size.work for size in sizes) > max_work:
+        if any(size.is_too_large for size in sizes):
             return True
         if self.sizes is None or all(
             size.work <= CROWDED_RATIO * mine.work for size, mine in zip(sizes, self.sizes, strict=True)

@@ -2,7 +2,7 @@
 
 Stock walks 1000 points along each outline and takes the extremes of those inside the image. Along an edge x and y
 only rise or only fall, so the first and the last point on it tell as much as all between them, unless the border of
-the image cuts the edge; only there all of them are looked at. The boxes are the same.
+the image cuts the edge; there those beside the border are looked at as well. The boxes are the same.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ import numpy as np
 
 NUM_STEPS = 1000  # points along an outline, both ends included; the last is the first again
 MAX_VERTICES = NUM_STEPS // 2  # with fewer, each edge has a point of the outline
+LEAST_SPAN = 1e-6  # pixels; along edges that change less, rounding may decide which points are inside
 
 
 class Polygons(Sequence):
@@ -54,15 +55,6 @@ class Polygons(Sequence):
 
 
 @cache
-def ends_on_edges(num_vertices):
-    """Where the first and the last point of the outline on each edge lie, 0 to 1 of its length [2 x num_vertices].
-
-    The last of all points is left out, being the first again.
-    """
-    return edge_table(num_vertices)[:2]
-
-
-@cache
 def edge_tables(most):
     """The `edge_table` of polygons of 1, 2, ... `most` vertices, one after the other [6 x ...]."""
     return np.concatenate([edge_table(num_vertices) for num_vertices in range(1, most + 1)], axis=1)
@@ -71,7 +63,9 @@ def edge_tables(most):
 def edge_table(num_vertices):
     """What is known of the edges of a polygon before its vertices are, float64 [6 x num_vertices].
 
-    Rows: `ends_on_edges`, the numbers of those two points, the points' distance along the outline, the edge's number.
+    Rows: where the first and the last point of the outline on each edge lie, 0 to 1 of its length; the numbers of
+    those two points; the points' distance along the outline; the edge's number. The last of all points is left out,
+    being the first again.
     """
     steps = np.linspace(0, num_vertices, NUM_STEPS)[:-1]
     edges = np.arange(num_vertices)
@@ -107,24 +101,44 @@ def outline_boxes(polygons, move, width, height):
         low, high = np.where(hidden, np.inf, low), np.where(hidden, -np.inf, high)
         if len(cut):
             rows = tables[2:].take(edges.take(cut), 1), corner.take(cut, 1), side.take(cut, 1)
-            low[:, cut], high[:, cut] = _extremes_of_cut(cut, *rows, move, limit)
+            ends = first.take(cut, 1), second.take(cut, 1)
+            low[:, cut], high[:, cut] = _extremes_of_cut(cut, *rows, *ends, move, limit)
     return np.concatenate((np.minimum.reduceat(low, starts, axis=1), np.maximum.reduceat(high, starts, axis=1)))
 
 
-def _extremes_of_cut(cut, edges, corner, side, move, limit):
+def _extremes_of_cut(cut, edges, corner, side, begin, end, move, limit):
     """Lowest and highest [2 x e each] of the points inside on edges that the border of the image cuts.
 
-    `cut` [e] are the numbers of the edges, `edges` [4 x e] rows of their `edge_table`; all points of each edge are
-    looked at, one edge after the other.
+    `cut` [e] are the numbers of the edges, `edges` [4 x e] rows of their `edge_table`, `begin` and `end` [2 x e] their
+    first and last point. Only the points beside the border are looked at, or all where these are not certain.
     """
     first, last, distance, place = edges
-    num_points = (last - first + 1).astype(np.int64)
+    beside, is_certain = _beside_border(begin, end, first, last, limit)
+    num_points = np.where(is_certain, len(beside), last - first + 1).astype(np.int64)
     begins = num_points.cumsum() - num_points
     rows = np.concatenate(([first - begins, distance, place], corner, side)).repeat(num_points, axis=1)
     number = np.arange(rows.shape[1]) + rows[0]
+    number[is_certain.repeat(num_points)] = beside.T[is_certain].ravel()
     points = move(rows[5:] * (number * rows[1] - rows[2]) + rows[3:5], cut.repeat(num_points))
     inside = ((points >= 0) & (points <= limit)).all(0)
     return (
         np.minimum.reduceat(np.where(inside, points, np.inf), begins, axis=1),
         np.maximum.reduceat(np.where(inside, points, -np.inf), begins, axis=1),
     )
+
+
+def _beside_border(begin, end, first, last, limit):
+    """The numbers of the points beside those places where edges enter and leave the image [4 x e].
+
+    The edges go from `begin` to `end` [2 x e], points number `first` to `last` [e]. And whether that is certain [e].
+    """
+    span = end - begin
+    is_flat = abs(span) < LEAST_SPAN
+    is_certain = ((span == 0) | ~is_flat).all(0)
+    span[is_flat] = 1  # whatever is not 0: it enters and leaves by the other axis
+    one, other = -begin / span, (limit - begin) / span
+    enters = np.where(is_flat, 0, np.minimum(one, other)).max(0)
+    leaves = np.where(is_flat, 1, np.maximum(one, other)).min(0)
+    enters, leaves = np.rint(first + enters * (last - first)), np.rint(first + leaves * (last - first))
+    beside = np.stack((enters, enters + 1, leaves - 1, leaves))
+    return np.minimum(np.maximum(beside, first, out=beside), last, out=beside), is_certain

@@ -9,9 +9,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from functools import lru_cache
-from multiprocessing import get_all_start_methods, get_context
+from concurrent.futures import BrokenExecutor, Executor, Future
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from utils.metrics.detection import fitness
 from utils.plots.fonts import drawable
 from utils.plots.images import class_name
 from utils.plots.style import FAINT, INK, PALETTE, class_colour, new_figure, save_figure, set_title, whole_numbers
-from utils.system.children import enter_child
+from utils.system.children import enter_child, forked_pool
 from utils.system.cores import usable_cores
 from utils.system.files import cause_of
 
@@ -105,22 +104,18 @@ def at_once(function: Callable, *args) -> Any:
 
 @lru_cache(maxsize=1)
 def _open_pool(owner: int) -> Executor:
-    """The processes that draw for the process `owner`, ready with matplotlib; one thread where there is no fork.
+    """The processes that draw for the process `owner`, ready with matplotlib.
 
     They live as long as `owner`, so that nothing is forked or imported when a run ends, and are forked before any
     plot is drawn: a lock of a drawing thread would stay locked in them.
     """
-    if "fork" not in get_all_start_methods():
-        return ThreadPoolExecutor(1, thread_name_prefix="plots")
-    by_main_thread = threading.current_thread() is threading.main_thread()
-    number = min(max(usable_cores() // 2, 1), MOST_PROCESSES)
-    return ProcessPoolExecutor(number, get_context("fork"), _get_ready, (owner, by_main_thread))
+    return forked_pool(min(max(usable_cores() // 2, 1), MOST_PROCESSES), partial(_get_ready, owner))
 
 
-def _get_ready(owner, by_main_thread):
-    """A process that draws begins."""
-    enter_child(owner if by_main_thread else None)
-    if not by_main_thread:
+def _get_ready(owner, parent):
+    """A process that draws begins; `parent` as `enter_child` wants it."""
+    enter_child(parent)
+    if parent is None:
         threading.Thread(target=_end_after, args=(owner,), daemon=True).start()
     new_figure()  # imports matplotlib
 
@@ -354,17 +349,11 @@ def _draw_box_outlines(ax, labels, most=800):
 # ---- searches and studies ------------------------------------------------------------------------------------------
 
 
-def plot_evolution(evolve_file, hyp_keys, save_dir):
-    """evolve.png: every hyper-parameter of evolve.txt against the fitness of its generation.
+def plot_evolution(table, hyp_keys, save_dir):
+    """evolve.png: every hyper-parameter in `hyp_keys` against the fitness of its generation.
 
-    Rows of the file are 7 results and one value per name in `hyp_keys`. Raises ValueError if they do not match.
+    `table` has a row for each: 7 results, then the value of each hyper-parameter.
     """
-    table = np.loadtxt(evolve_file, ndmin=2)
-    if table.shape[1] != 7 + len(hyp_keys):
-        raise ValueError(
-            f"{evolve_file} has {table.shape[1]} columns, not 7 results and {len(hyp_keys)} hyper-parameters: "
-            "it belongs to another set of hyper-parameters, move it away"
-        )
     scores = fitness(table)
     best = int(np.nanargmax(scores))
     columns = 6

@@ -6,6 +6,7 @@ import errno
 import gc
 import logging
 import os
+import signal
 import sys
 import threading
 from argparse import Namespace
@@ -15,8 +16,9 @@ from functools import partial, partialmethod
 from tqdm import tqdm
 
 from utils.system.children import end_with_starter
-from utils.system.distributed import lost_process
 from utils.system.files import folded, printable
+from utils.system.memory import is_out_of_memory
+from utils.system.signals import Terminated, sigterm_raised, status_of
 from utils.system.streams import LastingStream, keep_streams, wants_traceback
 
 # Modules whose warnings are about this process and its batches; what the others warn of is the same in every process.
@@ -60,10 +62,12 @@ def set_logging(rank: int = -1, local_rank: int = -1) -> None:
     logging.getLogger("matplotlib").setLevel(logging.WARNING)  # its first start has news that nobody can use
 
 
-def run(main: Callable[[Namespace], None], opt: Namespace) -> None:
+def run(main: Callable[[Namespace], None], opt: Namespace, go_on: str = RESUME) -> None:
     """Call main(opt) and leave the process: status 0, or 2 with one sentence for wrong input or a file that failed.
 
-    Progress bars go to the standard error. A run goes on when nobody reads either any more, as after `train.py | head`.
+    Ctrl-C and SIGTERM are one line, which says how to `go_on`, and the status that a shell would give them; a second
+    one ends the process at once. Progress bars go to the standard error. A run goes on when nobody reads either any
+    more, as after `train.py | head`.
     YOLOV7FAST_TRACEBACK=1 shows where an error came from.
     """
     end_with_starter()
@@ -76,18 +80,21 @@ def run(main: Callable[[Namespace], None], opt: Namespace) -> None:
     threading.excepthook = partial(_report_thread, opt=opt)
     try:
         _check_working_directory()
-        main(opt)
+        with sigterm_raised():
+            main(opt)
     except NothingToDo as message:
         logging.getLogger("run").info("%s", message)
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
-        sentence = out_of_memory(error, opt) if is_out_of_memory(error) else lost_process(error)
+        sentence = out_of_memory(error, opt) if is_out_of_memory(error) else _lost_process(error)
         is_bug = isinstance(error, RuntimeError) and not str(error).startswith(tuple(MACHINE_FAULTS))
         if wants_traceback() or (is_bug and not sentence):
             raise
         sys.exit(refuse(ValueError(sentence) if sentence else error, opt))
-    except KeyboardInterrupt:
-        print(_for_program(f"interrupted; {RESUME}", opt), file=sys.stderr, flush=True)
-        sys.exit(130)
+    except KeyboardInterrupt as interruption:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        what = "ended by SIGTERM" if isinstance(interruption, Terminated) else "interrupted"
+        print(_for_program(f"{what}; {go_on}", opt).rstrip("; "), file=sys.stderr, flush=True)
+        sys.exit(status_of(interruption))
 
 
 def _number_in(name):
@@ -104,11 +111,10 @@ def _check_working_directory():
         raise ValueError("the folder that this was started in has been removed; go to another one") from error
 
 
-def is_out_of_memory(error):
-    """Whether the GPU, or one of its libraries, or the host had no memory left."""
-    signs = ("CUDA error: out of memory", "STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate memory",
-             "DefaultCPUAllocator: not enough memory")  # fmt: skip
-    return type(error).__name__ == "OutOfMemoryError" or any(sign in str(error) for sign in signs)
+def _lost_process(error):
+    """`distributed.lost_process`; tools that need no torch begin and end without it."""
+    distributed = sys.modules.get("utils.system.distributed")
+    return distributed and distributed.lost_process(error)
 
 
 def out_of_memory(error, opt):
@@ -119,7 +125,8 @@ def out_of_memory(error, opt):
     asked = f"batch size {getattr(opt, 'total_batch_size', getattr(opt, 'batch_size', '?'))} and image size {size}"
     if getattr(opt, "resume", False):  # its options are in its own opt.yaml
         asked = "the batch and image size of the resumed run"
-    advice = "a smaller --batch-size, a smaller --img-size"
+    of_validation = " (--test-batch-size if it was a validation)" * hasattr(opt, "test_batch_size")
+    advice = f"a smaller --batch-size{of_validation}, a smaller --img-size"
     if hasattr(opt, "amp"):
         advice += ", or --amp fp16"
     if getattr(opt, "cache_images", None) == "gpu":

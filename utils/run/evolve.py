@@ -46,8 +46,9 @@ def evolve(train: Callable, hyp: dict, save_dir: str | Path, generations: int) -
             results = (0.0,) * NUM_RESULTS
         add_row(table, results, candidate, names)
         save_best(table, names, hyp, Path(save_dir) / "hyp_evolved.yaml")
-    plot_evolution(table, names, save_dir)
-    return hyp | dict(zip(names, read_table(table, names)[0, NUM_RESULTS:].tolist(), strict=True))
+    rows = read_table(table, names)
+    plot_evolution(rows, names, save_dir)
+    return hyp | dict(zip(names, rows[0, NUM_RESULTS:].tolist(), strict=True))
 
 
 def read_table(path, names):

@@ -104,9 +104,9 @@ def table(opt: Namespace, device: torch.device) -> tuple[FastPath, ...]:
                  images and why_no_images(opt, device),
                  lambda loader: loader | {COMPOSE: partial(load("utils.data.gpu.placing:open_images"), device=device,
                                                            is_asked=has_asked)}, is_loud=has_asked),
-        FastPath("kept", "validation batches stay beside the model", validation if has_asked else None,
-                 why_not_kept(opt, device),
-                 lambda _: partial(load("utils.data.gpu.kept_batches:keep"), device=device)),
+        FastPath("kept", "validation batches stay where the GPU reads them",
+                 validation if has_asked or opt.fast else None, why_not_kept(opt, device),
+                 lambda _: partial(load("utils.data.gpu.kept_batches:keep"), device=device, is_asked=has_asked)),
         FastPath("losses", losses, loss, None,
                  lambda losses: partial(losses, classes=load("utils.loss.batched:CLASSES"))),
         FastPath("losses", f"plain, OTA in the last {opt.ota_last} epochs", asked(opt, "ota_last"), None,
@@ -131,9 +131,10 @@ def table(opt: Namespace, device: torch.device) -> tuple[FastPath, ...]:
                  lambda _: load("utils.fast.start:prepare")(why_not_ahead(opt, compiling) is None, device)),
         FastPath("evaluate", "on the device, in batches (fast/validation.py)", validation, None,
                  lambda _: load("utils.fast.validation:FastValidation")()),
-        FastPath("evaluate", "large batches by the fused kernels (models/fused)",
-                 validation if step and on_gpu else None, why_not_fused(opt, device, compiling),
-                 lambda evaluate: evaluate.fused_by(load("models.fused.network:quietly_fused"))),
+        FastPath("evaluate", "by the fused kernels, in CUDA graphs (fast/graph_network.py)",
+                 validation if graph and on_gpu else None, why_not_fused(opt, device, compiling),
+                 lambda evaluate: evaluate.fused_by(partial(load("utils.fast.graph_network:replayed"),
+                                                            load("models.fused.network:quietly_fused")))),
         FastPath("drawn", "without cuDNN's search", validation if on_gpu else None, None,
                  lambda _: load("utils.fast.validation:without_search")()),
         FastPath("together", "each process validates its share", validation if is_several else None, None,
@@ -152,7 +153,7 @@ def choose(opt: Namespace, device: torch.device) -> Paths:
         rows.append(("amp", precision, asked(opt, "amp") or default))
     for row in [("seam", "chosen", "why"), *rows] if rows else ():
         line = "{:<11} | {} | {}".format(*row)
-        logger.info("%s", folded(line, 79, indent=14))
+        logger.info("%s", folded(line, indent=14))
     if asked(opt, "sync_interval") and not wanted_for_a_step(opt, "fast_step"):
         logger.warning("--sync-interval %d has no effect without --fast-step", opt.sync_interval)
     return paths

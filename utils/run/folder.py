@@ -90,12 +90,8 @@ def open_run_folder(opt: Namespace, ranks: Ranks) -> None:
     """
     if ranks.is_main and opt.resume:
         path = Path(opt.save_dir) / "opt.yaml"
-        names = [
-            "total_batch_size",
-            "world_size",
-            "working_dir",
-            *(key for key, flag in TRAIN_FLAGS.items() if flag.resume == STAYS),
-        ]
+        names = [key for key, flag in TRAIN_FLAGS.items() if flag.resume == STAYS]
+        names += ["total_batch_size", "world_size", "working_dir"]
         stored = Namespace()
         vars(stored).update(read_yaml(path) | {name: getattr(opt, name) for name in names})  # a key may be a number
         save_options(stored, path)

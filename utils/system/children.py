@@ -6,8 +6,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
-from multiprocessing import get_all_start_methods, get_context
+from concurrent.futures import Executor, ProcessPoolExecutor
+from multiprocessing import get_context
 
 PARENT = "YOLOV7FAST_PARENT"  # environment variable: the process that a run was started by and has to end with
 
@@ -48,8 +48,6 @@ def enter_child(parent: int | None) -> None:
 
 
 def forked_pool(count: int, enter: Callable[[int | None], None] = enter_child) -> Executor:
-    """A pool of `count` processes that call `enter`, and with it `enter_child`; of threads where there is no fork."""
-    if "fork" not in get_all_start_methods():
-        return ThreadPoolExecutor(count)
+    """A pool of `count` processes that call `enter`, and with it `enter_child`."""
     parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
     return ProcessPoolExecutor(count, get_context("fork"), enter, (parent,))

@@ -2,10 +2,12 @@
 
 import math
 import os
+from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 CGROUP = Path("/sys/fs/cgroup")
+OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 def usable_cores():
@@ -18,12 +20,32 @@ def usable_cores():
     return max(cores if limit is None else min(cores, math.ceil(limit)), 1)
 
 
-def container_limit(cgroup=CGROUP):
+def container_limit(cgroup=CGROUP, own=OWN_CGROUP):
     """Cores of the CPU time that the container `cgroup` may take, as a float; None without a limit."""
-    with suppress(OSError, ValueError):  # cgroup version 2: "max 100000" or "350000 100000"
-        quota, period = (cgroup / "cpu.max").read_text().split()
-        return int(quota) / int(period) if quota != "max" else None
-    with suppress(OSError, ValueError):  # version 1; a quota of -1 is none
-        quota, period = (int((cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
-        return quota / period if quota > 0 else None
-    return None
+    limits = []
+    for folder in cgroup_folders("", cgroup, own):
+        with suppress(OSError, ValueError):  # "max 100000" or "350000 100000"
+            quota, period = map(int, (folder / "cpu.max").read_text().split())
+            limits.append(quota / period)
+    for folder in cgroup_folders("cpu", cgroup, own):
+        with suppress(OSError, ValueError):  # a quota of -1 is none
+            quota, period = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+            limits += [quota / period] if quota > 0 else []
+    return min(limits, default=None)
+
+
+def cgroup_folders(controller: str, cgroup: Path = CGROUP, own: Path = OWN_CGROUP) -> Iterator[Path]:
+    """The folders whose limits hold for this process, the outermost first; some may not be there.
+
+    `controller` is one of version 1 (memory, cpu), empty for version 2. A container mostly sees its own limits in the
+    first one; jobs of a batch system or of systemd have them further down, in their group and those around it (`own`).
+    """
+    folder = cgroup / controller
+    yield folder
+    with suppress(OSError):
+        for line in own.read_text().splitlines():
+            _, names, path = line.split(":", 2)
+            if controller in names.split(","):
+                for part in PurePosixPath(path).parts[1:]:
+                    folder /= part
+                    yield folder

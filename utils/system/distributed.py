@@ -181,19 +181,11 @@ def check_alike(given):
 
 
 def from_rank_zero(value):
-    """What rank 0 has for `value`, on every rank."""
+    """What rank 0 has for `value`, on every rank; `value` itself in a single process."""
     values = [value]
-    dist.broadcast_object_list(values, 0)
+    if dist.is_initialized():
+        dist.broadcast_object_list(values, 0)
     return values[0]
-
-
-def broadcast_indices(indices, rank, device):
-    """The list of integers that rank 0 holds, on every rank; unchanged in a single process."""
-    if rank == -1:
-        return indices
-    tensor = torch.as_tensor(indices, dtype=torch.int64, device=device)
-    dist.broadcast(tensor, 0)
-    return tensor.tolist()
 
 
 def check_device(device):

@@ -234,7 +234,7 @@ def counted(number, one, many=None):
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
-def folded(text, width=99, indent=4):
+def folded(text, width=79, indent=4):
     """`text` in lines of at most `width` columns, the later ones indented; a word stays whole."""
     return textwrap.fill(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 

@@ -9,14 +9,23 @@ from pathlib import Path
 
 import numpy as np
 
-from utils.system.cores import CGROUP
+from utils.system.cores import CGROUP, OWN_CGROUP, cgroup_folders
 
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
-# Of a container, for both versions of cgroup: folder, limit, use, and what of the use is files that would make room.
+# For both versions of cgroup: controller, limit, use, and what of the use is files that would make room.
 MEMORY_LIMITS = (("", "memory.max", "memory.current", "inactive_file"),
                  ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))  # fmt: skip
+
+# What libraries say, beside torch's own class of error, where the GPU or the host has no memory left.
+FULL_SIGNS = ("CUDA error: out of memory", "Triton Error [CUDA]: out of memory", "STATUS_ALLOC_FAILED",
+              "DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")  # fmt: skip
+
+
+def is_out_of_memory(error):
+    """Whether the GPU, or one of its libraries, or the host had no memory left."""
+    return type(error).__name__ == "OutOfMemoryError" or any(sign in str(error) for sign in FULL_SIGNS)
 
 
 def shared_array(shape, dtype):
@@ -46,17 +55,18 @@ def describe_bytes(num_bytes):
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
 
 
-def available_memory(cgroup=CGROUP):
-    """Bytes that can be had without swapping, of the machine or the container `cgroup`; None where that is unknown."""
+def available_memory(cgroup=CGROUP, own=OWN_CGROUP):
+    """Bytes that this process can have without swapping, within the limits of `cgroup`; None where that is unknown."""
     found = []
     with suppress(OSError, ValueError):  # no Linux
         lines = Path("/proc/meminfo").read_text().splitlines()
         found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    for folder, limit, used, cached in MEMORY_LIMITS:
-        with suppress(OSError, ValueError, KeyError):  # another version, or no limit
-            limit, used = (int((cgroup / folder / name).read_text()) for name in (limit, used))
-            statistics = dict(line.split() for line in (cgroup / folder / "memory.stat").read_text().splitlines())
-            found.append(limit - used + int(statistics[cached]))
+    for controller, *names, cached in MEMORY_LIMITS:
+        for folder in cgroup_folders(controller, cgroup, own):
+            with suppress(OSError, ValueError, KeyError):  # another version, or no limit
+                limit, used = (int((folder / name).read_text()) for name in names)
+                statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                found.append(limit - used + int(statistics[cached]))
     return min(found, default=None)
 
 

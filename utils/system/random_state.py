@@ -14,7 +14,8 @@ SAMPLE, GROUP, ORDER, EPOCH = range(4)
 
 def seed_generators(*numbers):
     """Seed Python's and NumPy's global generators from non-negative integers."""
-    state = np.random.SeedSequence(numbers).generate_state(8)
+    words = np.array(numbers, np.uint32) if max(numbers) < 2**32 else numbers  # NumPy takes a while to make the former
+    state = np.random.SeedSequence(words).generate_state(8)
     random.seed(state.tobytes())
     np.random.seed(state)
 

@@ -117,21 +117,18 @@ def read_without_flags(folder, workers):
 
 
 def read_with(method, folder, epochs, result):
-    """Write what all loaders read where `method` starts processes ("only": and nothing can fork) into `result`."""
+    """Write what all loaders read where `method` starts processes into `result`."""
     os.cpu_count = lambda: 16
     sys.modules["__main__"] = ModuleType("__main__")  # or each new process would import pytest
     multiprocessing.set_forkserver_preload(["utils.datasets"])  # once, not in each process
-    multiprocessing.set_start_method(method.split()[0], force=True)
-    if "only" in method:
-        fast_loader.can_fork = lambda: False
+    multiprocessing.set_start_method(method, force=True)
     found = [[read(folder, epochs, workers=1, **mode, **flags) for flags in FLAGS] for mode in ({}, WEIGHTED)]
     result.write_bytes(pickle.dumps((found, read_without_flags(folder, workers=1))))
 
 
-@pytest.mark.parametrize("method", ["forkserver", "forkserver only"])
-def test_same_batches_whatever_starts_processes_by_default(method, folder, tmp_path):
-    """Loaders with flags fork wherever that is possible; where it is not ("only"), one sentence says what is used."""
-    ended = forked.run(tmp_path, read_with, method, folder, 2, tmp_path / "batches")
+def test_same_batches_whatever_starts_processes_by_default(folder, tmp_path):
+    """Loaders with flags fork."""
+    ended = forked.run(tmp_path, read_with, "forkserver", folder, 2, tmp_path / "batches")
     assert ended.status == 0, ended.text
     found, without_flags = pickle.loads((tmp_path / "batches").read_bytes())
     assert_same(without_flags, read_without_flags(folder, workers=0))
@@ -139,7 +136,6 @@ def test_same_batches_whatever_starts_processes_by_default(method, folder, tmp_p
         reference = read(folder, epochs=2, workers=0, **mode)
         for batches in variants:
             assert_same(batches, reference)
-    assert ("this system cannot fork; the reference loader is used" in ended.text) == ("only" in method)
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)

@@ -13,6 +13,8 @@ import torch
 from tests.data.gpu.configurations import CONFIGURATIONS, ON_THE_HOST, dataset_of, drawn_weights, open_loader, store_of
 from utils.data.affine import Affine
 from utils.data.fast import deferred
+from utils.data.fast.device_augment import conversion_tables
+from utils.data.fast.device_augment_triton import has_formula
 from utils.data.gpu import compose, compose_triton
 from utils.data.gpu.compose import ComposedBatch, composes, open_composing, written
 from utils.data.gpu.recipes import DrawnImage
@@ -116,6 +118,16 @@ def test_a_kernel_that_does_not_agree_is_not_used(folder, monkeypatch, caplog):
     monkeypatch.setattr(compose, "rounding_mode", lambda width: other)
     assert open_composing(dataset, False) is None
     assert "composed on the GPU but by the loader's workers; on this GPU, it makes other pixels" in caplog.text
+
+
+def test_colours_by_formula_and_from_the_table(folder, monkeypatch):
+    """The table is for an OpenCV that computes in another way, of which one number is enough."""
+    tables = conversion_tables(torch.device(DEVICE))
+    monkeypatch.setattr(compose, "conversion_tables", lambda device: tables._replace(has_formula=False))
+    assert composes(on_the_device(dataset_of(folder, {})))
+    colours = tables.colours.clone()
+    colours[7_654_321] ^= 1
+    assert not has_formula(colours)
 
 
 @pytest.mark.gpu

@@ -57,21 +57,40 @@ def test_equal_batches_every_time(form, on_card, validation, monkeypatch, caplog
     assert getattr(loader, "pool", None) is None, "no worker is left"
 
 
-@pytest.mark.parametrize("case", ["no room", "refused", "full"])
+@pytest.mark.parametrize("case", ["no room", "refused", "full", "driver"])
 def test_batches_that_cannot_stay(case, validation, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
-    simulate(monkeypatch, 10**9 * (case == "full"), 10**9 * (case == "refused"), "ulimit -l is 8.0 MB")
+    simulate(monkeypatch, 10**9 * (case in ("full", "driver")), 10**9 * (case == "refused"), "ulimit -l is 8.0 MB")
 
     def full(*_, **options):
+        if case == "driver":
+            raise RuntimeError("CUDA error: out of memory\nmore")
         raise torch.cuda.OutOfMemoryError("CUDA out of memory.\nmore")
 
     loader = validation()
-    if case == "full":
+    if case in ("full", "driver"):
         monkeypatch.setattr(kept_batches.torch, "empty", full)
     assert kept(loader) is loader
     said = {"no room": "the GPU has 0", "refused": "the GPU has 0; ulimit -l is 8.0 MB",
-            "full": "the GPU has 1000000000; CUDA out of memory."}  # fmt: skip
+            "full": "the GPU has 1000000000; OutOfMemoryError: CUDA out of memory.",
+            "driver": "the GPU has 1000000000; RuntimeError: CUDA error: out of memory"}  # fmt: skip
     assert caplog.messages[-1] == f"val: batches: 0.3 MB are made anew each time: {said[case]}"
+
+
+def test_unasked_they_take_a_share_of_the_memory(validation, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    loader = validation()
+    num_bytes = kept_batches.bytes_of_batches(loader.dataset)
+
+    def keep_with(on_card, on_host):
+        simulate(monkeypatch, 10**12, on_host)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10**12, on_card))
+        return kept(loader, is_asked=False)
+
+    assert keep_with(49 * num_bytes, 3 * num_bytes) is loader
+    assert isinstance(keep_with(49 * num_bytes, 4 * num_bytes), KeptBatches)
+    assert "stay in page-locked memory" in caplog.messages[-1] and "without --cache-images gpu" in caplog.messages[-1]
+    assert isinstance(keep_with(51 * num_bytes, 0), KeptBatches) and "stay on the GPU" in caplog.messages[-1]
 
 
 @pytest.mark.gpu

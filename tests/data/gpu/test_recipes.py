@@ -9,39 +9,57 @@ import torch
 
 from tests.data.gpu.configurations import CONFIGURATIONS, dataset_of
 from utils.data.affine import Affine
-from utils.data.gpu.recipes import HEADER, LAYER, OBJECT, RECIPE, TILE, DrawnImage, RecipeDataset
-from utils.data.gpu.targets import finished
+from utils.data.gpu.recipes import HEADER, LAYER, OBJECT, RECIPE, TILE, DrawnImage, RecipeDataset, write_recipes
 from utils.data.mosaic import Mosaic, Tile
 from utils.data.transforms import Colours
 from utils.datasets import LoadImagesAndLabels
 from utils.system.random_state import seed_generators
 
 
-class MadeOnTheHost(RecipeDataset):
-    """Hands over what its drawn images would be."""
-
-    def pixels(self, img):
-        return LoadImagesAndLabels.pixels(self, np.asarray(img))
-
-
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_the_same_samples(name, folder):
     changes, options = CONFIGURATIONS[name]
     dataset = dataset_of(folder, changes, **options)
-    recipes = MadeOnTheHost(dataset)
-    wanted, late = [], []
+    drawn = RecipeDataset(dataset)
+    wanted, together, recipes = [], [], np.zeros((len(dataset), RECIPE), np.uint8)
     for index in range(len(dataset)):
-        samples = []
-        for form in (dataset, recipes):
-            seed_generators(5, index)
-            samples.append((*form[index], random.random(), np.random.random()))
-        (image, rows, *rest), (other, waiting, *more) = samples
-        assert image.numpy().tobytes() == other.tobytes() and rest == more
-        assert finished([waiting]).tobytes() == rows.numpy().tobytes()
+        seed_generators(5, index)
+        image, rows, *rest = dataset[index]
+        after = random.random(), np.random.random()
+        seed_generators(5, index)
+        _, sample, *more = drawn[index]
+        targets = drawn.finish([sample], 0, recipes[:1])
+        assert (random.random(), np.random.random()) == after
+        assert pixels(sample).tobytes() == image.numpy().tobytes() and rest == more
+        assert targets.tobytes() == rows.numpy().tobytes()
         rows[:, 0] = index
-        wanted.append(rows)
-        late.append(waiting)
-    assert finished(late).tobytes() == torch.cat(wanted).numpy().tobytes(), "all at once"
+        wanted.append((image, rows))
+        seed_generators(5, index)
+        together.append(drawn[index][1])
+    images, rows = zip(*wanted, strict=True)
+    assert drawn.finish(together, 0, recipes).tobytes() == torch.cat(rows).numpy().tobytes(), "all at once"
+    assert all(
+        pixels(sample).tobytes() == image.numpy().tobytes() for sample, image in zip(together, images, strict=True)
+    )
+
+
+def pixels(sample):
+    """The image [3 x h x w: RGB] of a sample, made on the host."""
+    return np.ascontiguousarray(np.asarray(sample.image)[..., ::-1].transpose(2, 0, 1))
+
+
+def test_without_a_seed_no_numbers_are_drawn_twice(folder):
+    """Objects are pasted in after the next samples are drawn, from a state of before."""
+    drawn = RecipeDataset(dataset_of(folder, {"paste_in": 1, "mosaic": 1, "degrees": 0, "shear": 0}))
+    random.seed(1)
+    samples = [drawn[k][1] for k in range(3)]
+    states = [sample.generator for sample in samples]
+    drawn.finish(samples, 0, np.zeros((3, RECIPE), np.uint8))
+    numbers = []
+    for state in [*states, random.getstate()]:
+        random.setstate(state)
+        numbers.append(random.random())
+    assert len(set(numbers)) == 4
 
 
 def test_a_recipe_by_hand(folder):
@@ -51,8 +69,11 @@ def test_a_recipe_by_hand(folder):
     image = DrawnImage(canvas, Affine(np.array([[2, 0, 6], [0, 2, -4], [0, 0, 1.0]]), 2, 64, 64, False))
     image.colours, image.ratio, image.flips = Colours(1, 0.5, 1.5), 0.25, [False, True]
     image.objects = [(np.full((2, 3, 3), 9, np.uint8), 4, 5), (np.full((1, 1, 3), 8, np.uint8), 1, 2)]
-    recipe, place = np.zeros(RECIPE, np.uint8), np.zeros((64, 64, 3), np.uint8)
-    assert image.write(recipe, place, np.array([0, 0, 0, 1000]))
+    other = DrawnImage(Mosaic(dataset, [Tile(3, 0, 0, 40, 30)]), Affine(np.eye(3), 1, 64, 64, False))
+    recipes, place = np.full((2, RECIPE), 7, np.uint8), np.zeros((64, 64, 3), np.uint8)
+    assert image.write_objects(place)
+    write_recipes([other, image], recipes, np.array([0, 0, 0, 1000]))
+    recipe = recipes[1]
     assert HEADER.unpack_from(recipe) == (1, 1, 0, 1, 2, 48 + 32, 0, 1, 0.5, 1.5, 0.25)
     assert LAYER.unpack_from(recipe, HEADER.size) == (0.5, 0, -3, 0, 0.5, 2, 1, 0)
     tile = TILE.unpack_from(recipe, HEADER.size + LAYER.size)
@@ -66,9 +87,9 @@ def test_objects_without_room_are_pasted_by_the_worker(folder):
     height, width = dataset.image_store.shapes[0].tolist()
     image = DrawnImage(Mosaic(dataset, [Tile(0, 0, 0, width, height)]), Affine(np.eye(3), 1, 64, 64, False))
     dataset.paste(image, np.full((64, 64, 3), 9, np.uint8), 0, 0)
-    recipe = np.full(RECIPE, 7, np.uint8)
-    dataset.begin(recipe)
     assert (dataset.pixels(image) == 9).all()
+    recipe = np.full(RECIPE, 7, np.uint8)
+    write_recipes([image], recipe, dataset.image_store.offsets)
     assert HEADER.unpack_from(recipe) == (0, 0, 0, 0, 0, 64 * 64 * 3, 0, 1, 1, 1, 1)
 
 

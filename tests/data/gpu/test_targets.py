@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from utils.data.affine import draw_affine, warp_labels
-from utils.data.gpu.targets import LateTargets, finished, warped_labels
+from utils.data.gpu.targets import targets_of, warped_labels
 from utils.data.mosaic import draw_mosaic4, draw_mosaic9
 from utils.ops.boxes import segments2boxes
 from utils.ops.polygons import MAX_VERTICES, Polygons
@@ -73,6 +73,10 @@ def test_labels_of_many_mosaics(size, scale, translate):
         assert sum(map(len, wanted)) > 3 and {labels.dtype for labels in found} == {np.dtype(np.float32)}
 
 
+def drawn_sample(labels, shape, flips):
+    return SimpleNamespace(labels=labels, image=np.zeros((*shape, 3), np.uint8), flips=flips)
+
+
 def test_nothing_to_see():
     dataset = drawn_set(np.random.default_rng(0), 64)
     dataset.labels, dataset.segments = [np.zeros((0, 5), np.float32)] * NUM_IMAGES, [Polygons.of([])] * NUM_IMAGES
@@ -80,11 +84,12 @@ def test_nothing_to_see():
     layers = drawn_layers(dataset, 3, 0.5, 0.1)
     assert [labels.shape for labels in warped_labels(layers)] == [(0, 5)] * 3
     assert warped_labels([]) == []
-    assert finished([LateTargets(None, layers, (64, 64), [False, True])]).shape == (0, 6)
+    samples = [drawn_sample(labels, (64, 64), [False, True]) for labels in warped_labels(layers)]
+    assert targets_of(samples).shape == (0, 6)
 
 
 def test_targets_by_hand():
     """Known labels of two samples, the second one upside down and mirrored."""
     labels = np.array([[5, 10, 20, 30, 80]], np.float32)
-    samples = [LateTargets(labels, [], (100, 50), [False, False]), LateTargets(labels, [], (200, 50), [True, True])]
-    assert np.allclose(finished(samples, 3), [[3, 5, 0.4, 0.5, 0.4, 0.6], [4, 5, 0.6, 0.75, 0.4, 0.3]])
+    samples = [drawn_sample(labels, (100, 50), [False, False]), drawn_sample(labels, (200, 50), [True, True])]
+    assert np.allclose(targets_of(samples, 3), [[3, 5, 0.4, 0.5, 0.4, 0.6], [4, 5, 0.6, 0.75, 0.4, 0.3]])

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from models.fused import kernels, sums
+from models.fused import boxes, kernels, sums
 from models.fused.plan import kind_of
+from models.yolo import Detect
 from tests.models.fused.small_models import DEVICE, compare, compare_evaluation, distance, random_model, small_cfg
 
 # channels that are no multiple of 8, odd sides, more channels than a program takes
@@ -74,6 +75,20 @@ def test_sums_of_slices(count, activation, dtype):
     wanted.backward(sum(piece.double() for piece in pieces))
     found = sums.add_activation_gradient(pieces, terms, *kind_of(activation))
     assert distance([found], [total.grad]) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_boxes(dtype):
+    """As the layer decodes them, of maps that are views of what a convolution puts out."""
+    head = Detect(5, [[10, 13, 16, 30], [30, 61, 62, 45]], [16, 16]).to(DEVICE, dtype)
+    head.stride, maps = torch.tensor([8.0, 16.0]), []
+    for height, width in ((6, 9), (3, 5)):
+        rows = 4 * torch.randn(3, height, width, 24, device=DEVICE).to(dtype)
+        maps.append(rows[..., :20].unflatten(3, (2, 10)).permute(0, 3, 1, 2, 4))
+    found, wanted = boxes.decode_all(head, maps), head._decode_all(maps)
+    assert found.dtype == dtype and found.shape == wanted.shape == (3, 2 * (54 + 15), 10)
+    torch.testing.assert_close(found, wanted, rtol=1e-6 if dtype == torch.float32 else 2e-3, atol=1e-6)
+    assert dtype == torch.float32 or (found == wanted).float().mean() > 0.99
 
 
 @pytest.mark.parametrize("first", [["Conv", [8, 3, 2]], ["ReOrg", []]])

@@ -7,6 +7,7 @@ import pytest
 
 from tools.experiments import command_line
 from utils.config.options import train_parser
+from utils.system import signals
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,8 @@ def test_a_value_that_looks_like_a_flag_is_a_value():
         (None, None, ""),
         (ValueError("x is wrong"), 2, "error: x is wrong\n"),
         (IsADirectoryError(21, "Is a directory", "a.json"), 2, "error: a.json: Is a directory\n"),
-        (KeyboardInterrupt(), "stopped", ""),
+        (KeyboardInterrupt(), 130, "interrupted; go on\n"),
+        (signals.Terminated(), 143, "ended by SIGTERM; go on\n"),
     ],
 )
 def test_how_a_tool_ends(outcome, code, says, capsys):
@@ -73,7 +75,7 @@ def test_how_a_tool_ends(outcome, code, says, capsys):
     before = signal.getsignal(signal.SIGTERM)
     try:
         with pytest.raises(SystemExit) as end:
-            command_line.run_tool(main, None, interrupted="stopped")
+            command_line.run_tool(main, None, go_on="go on")
     finally:
         signal.signal(signal.SIGTERM, before)
     assert end.value.code == code and capsys.readouterr().err == says

@@ -25,7 +25,7 @@ import sys
 from tools import run_trials
 from tools.experiments import command_line, runner
 runner.TRAIN, runner.POLL = [sys.executable, "tests/fake_train.py"], 0.02
-command_line.run_tool(run_trials.main, run_trials.parse(), interrupted="interrupted")
+command_line.run_tool(run_trials.main, run_trials.parse())
 """  # tools/run_trials.py with the fake training
 
 

@@ -147,20 +147,47 @@ def test_jobs_are_spread_over_the_devices(monkeypatch):
     assert runner.at_once([]) == [] == runner.spread([], ["0"])
 
 
-def test_a_second_interruption_leaves_no_process(tmp_path, hyp, monkeypatch):
-    monkeypatch.setenv("FAKE_SECONDS", "600")
-    before, wait = children(), subprocess.Popen.wait
+def interrupt_next_wait(monkeypatch):
+    """Ctrl-C comes while a process is waited for."""
+    wait = subprocess.Popen.wait
 
     def interrupted_once(process, timeout=None):
         monkeypatch.setattr(subprocess.Popen, "wait", wait)
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted_once)
+
+
+def test_a_second_interruption_leaves_no_process(tmp_path, hyp, monkeypatch):
+    monkeypatch.setenv("FAKE_SECONDS", "600")
+    before = children()
     training = runner.training(["--hyp", hyp], tmp_path / "one")
     next(training)
-    monkeypatch.setattr(subprocess.Popen, "wait", interrupted_once)
+    interrupt_next_wait(monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         training.close()
     assert children() <= before
+
+
+def test_a_program_and_its_children_end_in_time(tmp_path):
+    """After a timeout, after an interruption, and by themselves."""
+    before, log = children(), tmp_path / "log.txt"
+    sleeping = [sys.executable, "-c", "import subprocess; print('begun', flush=True); subprocess.run(['sleep', '600'])"]
+    assert runner.run_program(sleeping, log, os.environ, timeout=1) is None and log.read_text() == "begun\n"
+    assert children() <= before
+    with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
+        interrupt_next_wait(patch)
+        runner.run_program(sleeping, log, os.environ)
+    assert children() <= before
+    assert runner.run_program([sys.executable, "-c", "raise SystemExit(7)"], log, os.environ, timeout=60) == 7
+
+
+def test_workers_may_put_their_files_away(tmp_path):
+    """Those of a program that has ended, for a while, before they are killed."""
+    worker = f"import time; from pathlib import Path; time.sleep(0.5); Path({str(tmp_path / 'away')!r}).touch()"
+    family = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {worker!r}])"
+    assert runner.run_program([sys.executable, "-c", family], tmp_path / "log.txt", os.environ) == 0
+    assert (tmp_path / "away").exists()
 
 
 def test_a_killed_process_is_named_by_its_signal():

@@ -154,16 +154,23 @@ def synthetic_batch(size, with_affine):
 
 
 class ConversionTables(NamedTuple):
-    """What the GPU looks up, int32: the divisions of the way to HSV [2 x 256], and RGB of every HSV [HUES * 65536]."""
+    """What the GPU looks up, int32: the divisions of the way to HSV [2 x 256], and RGB of every HSV [HUES * 65536].
+
+    `has_formula`: the latter can be computed instead, with the same bytes.
+    """
 
     divisions: torch.Tensor
     colours: torch.Tensor
+    has_formula: bool
 
 
 @lru_cache(maxsize=2)
 def conversion_tables(device):
     """The ConversionTables on `device`; 47 MB."""
-    return ConversionTables(*(torch.from_numpy(table).to(device) for table in (divisions(), colours_of_hsv())))
+    from utils.data.fast.device_augment_triton import has_formula
+
+    of_division, of_colour = (torch.from_numpy(table).to(device) for table in (divisions(), colours_of_hsv()))
+    return ConversionTables(of_division, of_colour, has_formula(of_colour))
 
 
 def divisions():

@@ -68,6 +68,38 @@ def to_hsv(blue, green, red, divisions):
 
 
 @triton.jit
+def from_hsv(hue, saturation, value):
+    """red + 256 * green + 65536 * blue as OpenCV computes them, in float32; see `has_formula`."""
+    angle, share = hue.to(tl.float32) * (6 / 180), saturation.to(tl.float32) * (1 / 255)
+    value = value.to(tl.float32) * (1 / 255)
+    sector = angle.to(tl.int32)
+    part, one = angle - sector.to(tl.float32), tl.full(angle.shape, 1.0, tl.float32)
+    part = tl.where(sector % 2 == 1, part, 1.0 - part)
+    most, least = (value * 255.0).to(tl.int32), (value * (1.0 - share) * 255.0).to(tl.int32)
+    middle = (value * tl.fma(-share, part, one) * 255.0).to(tl.int32)
+    red = tl.where(sector % 5 == 0, most, tl.where(sector % 3 == 1, middle, least))
+    green = tl.where((sector == 1) | (sector == 2), most, tl.where(sector % 3 == 0, middle, least))
+    blue = tl.where((sector == 3) | (sector == 4), most, tl.where(sector % 3 == 2, middle, least))
+    return red | green << 8 | blue << 16
+
+
+@triton.jit
+def _count_other_colours(colours, counts, SIZE: tl.constexpr):
+    """How many of the numbers in a part of the table `colours` are not those of `from_hsv`."""
+    place = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    rgb = from_hsv(place >> 16, place >> 8 & 255, place & 255)
+    tl.store(counts + tl.program_id(0), tl.sum((rgb != tl.load(colours + place)).to(tl.int32)))
+
+
+def has_formula(colours):
+    """Whether `from_hsv` gives every number of the table `colours` (ConversionTables) of this OpenCV."""
+    size = 2048 if colours.is_cuda else 65536  # the interpreter takes as long for each program
+    counts = colours.new_empty(len(colours) // size)
+    _count_other_colours[(len(counts),)](colours, counts, size, enable_fp_fusion=False)
+    return not counts.any().item()
+
+
+@triton.jit
 def _kernel(pixels, rows, all_steps, grids, distances, steps_bytes, divisions, colours, images, height, width,
             FLOATING: tl.constexpr, STEPS: tl.constexpr, RECOLOURED: tl.constexpr, UPSIDE_DOWN: tl.constexpr,
             MIRRORED: tl.constexpr, AFFINE: tl.constexpr, HEADER: tl.constexpr, FRACTION: tl.constexpr,

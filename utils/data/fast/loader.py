@@ -13,7 +13,6 @@ from utils.data.epoch_loader import EpochLoader, NamedErrors
 from utils.data.fast.deferred import CAPACITY, STEPS, DeferredDataset, rounding_mode, steps_bytes
 from utils.data.fast.device_augment import DeferredBatch, agrees_with_table, gpu_agrees
 from utils.data.fast.shm_batches import LateSteps, SharedMemoryLoader, choose_micro_batch, ring_length
-from utils.data.fast.worker_pool import can_fork
 from utils.data.keyed_dataset import KeyedDataset, SeededQuad, WithKeys
 from utils.data.sampler import EpochOrder, ShortEpochs
 from utils.data.worker_errors import end_with_a_lost_batch
@@ -109,7 +108,7 @@ def _torch_loader(source, batches, batch_size, workers, options, image_weights, 
         worker_init_fn=partial(_enter, source), timeout=options.timeout if workers else 0,
         prefetch_factor=prefetch if workers else None, persistent_workers=options.persistent_workers,
         # What `shared_array` shares, and images in RAM, only a fork hands on; it is not the default everywhere.
-        multiprocessing_context="fork" if workers and can_fork() else None,
+        multiprocessing_context="fork" if workers else None,
     )  # fmt: skip
 
 
@@ -136,10 +135,10 @@ def possible_options(options, workers, warn=True):
     if options.micro_batch_size and not options.worker_tensor and warn:
         logger.warning("--micro-batch-size has no effect without --worker-tensor")
     names = [name for name in ("persistent_workers", "worker_tensor") if getattr(options, name)]
-    if not names or (workers and can_fork()):
+    if not names or workers:
         return options
     if warn:
         flags = " ".join(f"--{name.replace('_', '-')}" for name in names)
-        why = "this system cannot fork" if workers else "there are no loader workers (--workers 0, or a batch of one)"
-        logger.warning("%s: %s; the reference loader is used", flags, why)
+        logger.warning("%s: there are no loader workers (--workers 0, or a batch of one); the reference loader is used",
+                       flags)  # fmt: skip
     return replace(options, persistent_workers=False, worker_tensor=False, micro_batch_size=0, defer_steps=False)

@@ -38,15 +38,15 @@ class LateSteps(NamedTuple):
 
     `dataset(data set)` is the form of a data set whose samples write them where its `begin` says, and
     `batch(pixels, steps)` what the loader yields as images. `room` is what a sample needs in a batch, in images.
-    `finish(targets, number)`, where there is one, makes the targets [n x 6] of what the samples of a task have instead;
-    `number` is that of the first one in its batch.
+    `at_once`: it has `finish(samples, number, steps)` instead, which writes the `steps` [n x num_bytes] of a task, and
+    makes the targets [n x 6] of what its samples have in their place; `number` is that of the first one in its batch.
     """
 
     num_bytes: int
     dataset: Callable
     batch: Callable
     room: int = 1
-    finish: Callable | None = None
+    at_once: bool = False
 
 
 class BatchRing:
@@ -156,14 +156,14 @@ class BatchWriter:
         slot, start, stop = task
         targets, paths, shapes = [], [], []
         keys = {position: tuple(key) for position, key in enumerate(self.ring.keys[slot, start:stop].tolist(), start)}
-        steps = self.ring.steps(slot) if self.late else None
+        steps, at_once = (self.ring.steps(slot), self.late.at_once) if self.late else (None, False)
         for number in range(start // self.group_size, -(-stop // self.group_size)):
             first = number * self.group_size
             samples = []
             for position in range(first, min(first + self.group_size, stop)):
                 self.is_placed = False
                 doing[:] = self.current = slot, position  # before it begins, for it may be the end of this worker
-                if self.late:
+                if self.late and not at_once:
                     self.source.dataset.begin(steps[position])
                 samples.append(self.source[keys[position]])
             image, rows, _, _ = samples[0]
@@ -175,8 +175,12 @@ class BatchWriter:
             targets.append(rows)
             paths += [path for _, _, path, _ in samples]
             shapes += [shape for _, _, _, shape in samples]
-        finish = (self.late and self.late.finish) or _numbered
-        return finish(targets, start // self.group_size), tuple(image.shape), paths, shapes
+        first = start // self.group_size
+        if at_once:
+            targets = self.source.dataset.finish(targets, first, steps[start:stop])
+        else:
+            targets = _numbered(targets, first)
+        return targets, tuple(image.shape), paths, shapes
 
     def describe(self, slot, position):
         """The file of a sample, for messages."""

@@ -15,7 +15,7 @@ import time
 import traceback
 import weakref
 from collections import deque
-from multiprocessing import get_all_start_methods, get_context
+from multiprocessing import get_context
 
 import cv2
 import numpy as np
@@ -31,10 +31,6 @@ logger = logging.getLogger(__name__)
 JOIN_LIMIT = 2.0  # seconds that workers get to end before they are killed
 READ_SIZE = 1 << 16  # bytes; what a pipe of Linux holds
 LENGTH = 8  # bytes in front of an answer that tell how long it is
-
-
-def can_fork():
-    return "fork" in get_all_start_methods()
 
 
 class WorkerPool:

@@ -17,9 +17,8 @@ from utils.data.dataset import LoadImagesAndLabels
 from utils.data.fast.deferred import rounding_mode
 from utils.data.fast.device_augment import agrees_with_table, conversion_tables
 from utils.data.fast.shm_batches import LateSteps
-from utils.data.gpu.recipes import OBJECT, RECIPE, START, USED, DrawnImage, RecipeDataset
+from utils.data.gpu.recipes import OBJECT, RECIPE, START, USED, DrawnImage, RecipeDataset, write_recipes
 from utils.data.gpu.store import ImageStore
-from utils.data.gpu.targets import finished
 from utils.data.mosaic import draw_mosaic4, draw_mosaic9
 from utils.data.transforms import Colours
 from utils.system.random_state import generators_kept, seed_generators
@@ -93,7 +92,8 @@ def open_composing(dataset: LoadImagesAndLabels, with_groups: bool) -> LateSteps
     if store is None or why_not_composed(dataset, with_groups) or not composes(dataset):
         return None
     return LateSteps(
-        RECIPE, RecipeDataset, lambda pixels, recipes: ComposedBatch(pixels, recipes, store), finish=finished
+        RECIPE, RecipeDataset, lambda pixels, recipes: ComposedBatch(pixels, recipes, store),
+        at_once=True,
     )  # fmt: skip
 
 
@@ -120,8 +120,9 @@ def composes(dataset: LoadImagesAndLabels) -> bool:
 def written(images: list[DrawnImage], store: ImageStore) -> ComposedBatch:
     """A ComposedBatch of `images` of one shape."""
     pixels, recipes = np.zeros((len(images), *images[0].shape), np.uint8), np.zeros((len(images), RECIPE), np.uint8)
-    for image, place, recipe in zip(images, pixels, recipes, strict=True):
-        assert image.write(recipe, place, store.offsets), "there is room for its objects"
+    for image, place in zip(images, pixels, strict=True):
+        assert image.write_objects(place), "there is room for its objects"
+    write_recipes(images, recipes, store.offsets)
     return ComposedBatch(torch.from_numpy(pixels), torch.from_numpy(recipes), store)
 
 

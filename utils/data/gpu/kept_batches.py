@@ -11,10 +11,14 @@ import torch
 
 from utils.data.dataset import LoadImagesAndLabels
 from utils.data.gpu.host_memory import HostMemory
-from utils.data.gpu.placing import CARD, NAMES, possible_places, room_on_card, room_on_host
+from utils.data.gpu.placing import CARD, NAMES, lack_of_memory, possible_places, room_on_card, room_on_host
 from utils.system.memory import describe_bytes
 
 logger = logging.getLogger(__name__)
+
+
+# What batches take that nobody has asked to keep: at most these shares of the card, and of the host's free memory
+UNASKED_ON_CARD, UNASKED_ON_HOST = 0.02, 0.25
 
 
 class KeptBatches:
@@ -47,26 +51,34 @@ class KeptBatches:
             loader.close()
 
 
-def keep(loader: Any, *, device: torch.device, step_cost: Callable[[], tuple]) -> Any:
+def keep(loader: Any, *, device: torch.device, step_cost: Callable[[], tuple], is_asked: bool = True) -> Any:
     """`loader` as KeptBatches on the card, or in page-locked memory; itself where neither has room."""
     num_bytes = bytes_of_batches(loader.dataset)
-    on_card, why = room_on_card(device, num_bytes, step_cost)
+    on_card, why = room_on_card(device, num_bytes, step_cost) if is_asked else room_unasked(device)
+    on_host = room_on_host() * (1 if is_asked else UNASKED_ON_HOST)
     problems, size = [why], describe_bytes(num_bytes)
-    for place in possible_places(num_bytes, on_card, room_on_host(), workers_read=False):
+    for place in possible_places(num_bytes, on_card, on_host, workers_read=False):
         try:
             memory = HostMemory(num_bytes) if place != CARD else None
             if memory is None:
                 pixels, problem = torch.empty(num_bytes, dtype=torch.uint8, device=device), None
             else:
                 pixels, problem = torch.from_numpy(memory.bytes), memory.lock(device)
-        except (torch.cuda.OutOfMemoryError, MemoryError, OSError) as error:
-            problem = str(error).splitlines()[0]
+        except Exception as error:
+            problem = lack_of_memory(error)
         if problem is None:
             logger.info("val: batches: %s stay %s: %s", size, NAMES[place], "; ".join(problems))
             return KeptBatches(loader, pixels, memory)
         problems.append(problem)
     logger.info("val: batches: %s are made anew each time: %s", size, "; ".join(problems))
     return loader
+
+
+def room_unasked(device: torch.device) -> tuple[float, str]:
+    """Bytes of the card that are taken without a measurement of what training takes, and how that was found."""
+    free, total = torch.cuda.mem_get_info(device)
+    room = min(UNASKED_ON_CARD * total, free)
+    return room, f"{describe_bytes(room)} of the GPU are taken without --cache-images gpu"
 
 
 def bytes_of_batches(dataset: LoadImagesAndLabels) -> int:

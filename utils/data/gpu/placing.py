@@ -24,7 +24,7 @@ from utils.data.gpu.store import ImageStore
 from utils.data.image_cache import layout, use_memory_cache, views
 from utils.system import distributed
 from utils.system.cores import usable_cores
-from utils.system.memory import available_memory, describe_bytes
+from utils.system.memory import available_memory, describe_bytes, is_out_of_memory
 from utils.system.random_state import generators_kept
 
 logger = logging.getLogger(__name__)
@@ -187,14 +187,14 @@ def _filled(dataset, place, num_bytes, device, is_shared, title):
         else:
             problem = memory.lock(device)
     except Exception as error:
-        problem = _lack_of_memory(error)
+        problem = lack_of_memory(error)
     problem = _of_all(problem, is_shared)
     if problem is None:
         filler = Filler(dataset, memory and memory.bytes, card, _share(place, is_shared))
         try:
             filler.decode(title)
         except Exception as error:
-            problem = _lack_of_memory(error)
+            problem = lack_of_memory(error)
         problem = _of_all(problem, is_shared)  # whose pieces are there when this is known
     if problem is not None:
         if memory is not None:
@@ -210,10 +210,9 @@ def _filled(dataset, place, num_bytes, device, is_shared, title):
     return ImageStore(pixels, filler.shapes, host, memory and partial(_release, memory, is_shared)), None
 
 
-def _lack_of_memory(error):
+def lack_of_memory(error: Exception) -> str:
     """What to say of an error that another place for the images may avoid; any other one is raised."""
-    signs = ("out of memory", "can't allocate memory", "not enough memory")  # of torch, for GPU and host
-    if isinstance(error, (MemoryError, OSError)) or any(sign in str(error) for sign in signs):
+    if isinstance(error, (MemoryError, OSError)) or is_out_of_memory(error):
         return f"{type(error).__name__}: {str(error).splitlines()[0]}" if str(error) else type(error).__name__
     raise error
 

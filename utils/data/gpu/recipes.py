@@ -18,15 +18,16 @@ step is asked for that no kernel makes with the same bytes (perspective, copy-pa
     OBJECT  int32 x, y, width, height
 """
 
+import math
 import random
 import struct
 
 import cv2
 import numpy as np
 
-from utils.data.affine import draw_affine
+from utils.data.affine import draw_affine, make_matrices
 from utils.data.dataset import LoadImagesAndLabels
-from utils.data.gpu.targets import LateTargets, warped_labels
+from utils.data.gpu.targets import targets_of, tile_numbers, warped_labels
 from utils.data.mosaic import Mosaic, Tile, draw_mosaic4, draw_mosaic9, load_mosaic9
 from utils.data.paste import paste_visible, pastein
 from utils.data.pixel_ops import blended
@@ -43,43 +44,74 @@ KEPT = 2**24  # bytes
 NO_LABELS = np.zeros((0, 5), np.float32)
 
 
-class RecipeDataset(LoadImagesAndLabels):
-    """`dataset`, whose `image_store` a kernel reads; `begin` tells where the recipe of the next sample goes.
+class DrawnSample:
+    """What a sample has in the place of its targets, to be completed by `RecipeDataset.finish`.
 
-    A sample has LateTargets in the place of its targets. Their labels are those of a whole micro-batch at once, unless
-    they are needed before: draws of paste-in depend on them, and what turns or slants is left to the reference.
+    `image` is a DrawnImage, or its pixels; `labels` [n x 5: class, x1, y1, x2, y2], None for those of the layers;
+    `place` the pixels' place in the batch; `generator` the state of Python's, if objects are still to be pasted in.
+    """
+
+    __slots__ = ("flips", "generator", "image", "labels", "place")
+
+    def __init__(self, image, labels):
+        self.image, self.labels, self.flips = image, labels, [False, False]
+        self.place = self.generator = None
+
+
+class RecipeDataset(LoadImagesAndLabels):
+    """`dataset`, whose `image_store` a kernel reads: its samples have a DrawnSample in the place of their targets.
+
+    `finish` makes the labels of a whole micro-batch at once. Draws of paste-in depend on them, so there is its place as
+    well. What turns or slants has its labels, from the reference, before.
     """
 
     def __init__(self, dataset):
         vars(self).update(vars(dataset))  # the same lists and images; nothing is read again
-        self.offsets, self.recipe = dataset.image_store.offsets, None
         np.empty(KEPT, np.uint8)  # once this is freed, malloc keeps as much, instead of new pages for each large array
         self.labels_wait = not any(self.hyp.get(key) for key in ("degrees", "shear", "perspective", "copy_paste"))
 
-    def begin(self, recipe):
-        """The next sample writes `recipe` [RECIPE bytes]."""
-        self.recipe = recipe
-
     def __getitem__(self, index):
-        """The place of the pixels [h x w x 3], LateTargets, path and shapes; the reference's draws in their order."""
-        index = self.indices[index]
-        shapes, flips = None, [False, False]
+        """The place of the pixels [h x w x 3], DrawnSample, path and shapes; the reference's draws in their order."""
+        index, shapes = self.indices[index], None
         if self.mosaic and random.random() < self.hyp["mosaic"]:
             img, labels = (self._drawn_mosaics if self.labels_wait else self._mosaic_sample)(index)
         else:
             img, labels, shapes = self._plain_sample(index)
+        sample = DrawnSample(img, labels)
         if self.augment:
             colours = draw_colours(self.hyp["hsv_h"], self.hyp["hsv_s"], self.hyp["hsv_v"])
             is_pasting = random.random() < self.hyp["paste_in"]
-            img = self.recolour(img, colours, now=is_pasting)
-            if is_pasting:
-                labels = np.concatenate(warped_labels(img.layers)) if labels is None else labels
-                labels = pastein(img, labels, self.samples_to_paste(), self.paste)
-            for axis, key in enumerate(("flipud", "fliplr")):
-                if random.random() < self.hyp[key]:
-                    img, flips[axis] = self.flip(img, axis), True
-        late = LateTargets(labels, img.layers if labels is None else [], img.shape[:2], flips)
-        return self.pixels(img), late, self.img_files[index], shapes
+            sample.image = self.recolour(img, colours, now=is_pasting)
+            if is_pasting and labels is None:
+                sample.generator = random.getstate()
+                random.seed(random.getrandbits(64))  # without --seed, the next sample is not to draw the same numbers
+            else:
+                self._paste_and_flip(sample, is_pasting)
+        sample.place = self.pixels(sample.image)
+        return sample.place, sample, self.img_files[index], shapes
+
+    def _paste_and_flip(self, sample, is_pasting):
+        if is_pasting:
+            sample.labels = pastein(sample.image, sample.labels, self.samples_to_paste(), self.paste)
+        for axis, key in enumerate(("flipud", "fliplr")):
+            if random.random() < self.hyp[key]:
+                sample.image, sample.flips[axis] = self.flip(sample.image, axis), True
+
+    def finish(self, samples, first, recipes):
+        """Write the `recipes` [n x RECIPE] of DrawnSamples, and return their targets [n x 6], numbered from `first`."""
+        waiting = [sample for sample in samples if sample.labels is None]
+        made = iter(warped_labels([layer for sample in waiting for layer in sample.image.layers]))
+        for sample in waiting:
+            parts = [next(made) for _ in sample.image.layers]
+            sample.labels = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        for sample in samples:
+            if sample.generator:
+                random.setstate(sample.generator)
+                self._paste_and_flip(sample, is_pasting=True)
+                if not sample.image.write_objects(sample.place):
+                    sample.place[:] = sample.image
+        write_recipes([sample.image for sample in samples], recipes, self.image_store.offsets)
+        return targets_of(samples, first)
 
     def _drawn_mosaics(self, index):
         """As `_mosaic_sample`, with None for the labels."""
@@ -139,11 +171,10 @@ class RecipeDataset(LoadImagesAndLabels):
         return img
 
     def pixels(self, img):
-        """The place [h x w x 3] of the sample, with what the recipe needs in it."""
+        """The place [h x w x 3] of the sample, with what its recipe needs in it."""
         place = self.new_image(img.shape, np.uint8)
-        if not (isinstance(img, DrawnImage) and img.write(self.recipe, place, self.offsets)):
+        if not (isinstance(img, DrawnImage) and img.write_objects(place)):
             place[:] = img
-            HEADER.pack_into(self.recipe, 0, 0, 0, 0, 0, 0, place.size, 0, 1, 1, 1, 1)
         return place
 
 
@@ -164,12 +195,14 @@ class Letterbox(Mosaic):
 class DrawnImage:
     """An image [h x w x 3: BGR] of which only the draws are there; NumPy takes it for that image.
 
-    `layers` are (canvas, Affine or None), the second one with mixup; then come colours, objects and flips.
+    `layers` are (canvas, Affine or None), the second one with mixup; then come colours, objects and flips. `used` are
+    the bytes that the objects take in the place of the sample, None if that has no room for them.
     """
 
     def __init__(self, canvas, affine=None):
         self.shape = (affine.height, affine.width, 3) if affine else canvas.shape
-        self.layers, self.ratio, self.colours, self.objects, self.flips = [(canvas, affine)], 1.0, None, [], [False] * 2
+        self.layers, self.ratio, self.colours, self.flips = [(canvas, affine)], 1.0, None, [False, False]
+        self.objects, self.used = [], 0
 
     def __array__(self, dtype=None, copy=None):
         """The image, made by the steps of the reference."""
@@ -186,46 +219,66 @@ class DrawnImage:
             img = cv2.flip(img, axis) if self.flips[axis] else img
         return img
 
-    def write(self, recipe, place, offsets):
-        """Write the `recipe`, and the objects to `place` [h x w x 3]; False if they need more room than that.
-
-        `offsets` [n] are those of the ImageStore.
-        """
-        used = self._write_objects(place.reshape(-1))
-        if used is None:
-            return False
-        HEADER.pack_into(
-            recipe, 0, len(self.layers), self.colours is not None, *self.flips, len(self.objects), used, 0,
-            *(self.colours or (1.0, 1.0, 1.0)), self.ratio,
-        )  # fmt: skip
-        for number, (canvas, affine) in enumerate(self.layers):
-            write_layer(recipe, HEADER.size + number * LAYER_BYTES, canvas, affine, offsets)
-        return True
-
-    def _write_objects(self, place):
-        """Bytes of `place` [bytes] that the objects take; None if that are more than there are."""
-        end = 0
+    def write_objects(self, place):
+        """Write the objects to `place` [h x w x 3]; whether there is room for them."""
+        place, end = place.reshape(-1), 0
         for pixels, x, y in self.objects:
             start, size = end + OBJECT.size, pixels.size
             end = -(-(start + size) // ALIGNMENT) * ALIGNMENT
             if end > len(place):
-                return None
+                self.used = None
+                return False
             OBJECT.pack_into(place, start - OBJECT.size, x, y, *pixels.shape[1::-1])
             place[start : start + size] = pixels.ravel()
-        return end
+        self.used = end
+        return True
 
 
-def write_layer(recipe, position, canvas, affine, offsets):
-    """Write LAYER and the tiles at byte `position` of the `recipe`."""
-    left, top = canvas.window or (0, 0)
-    height, width, _ = canvas.shape
-    first = position + LAYER.size
-    end = first
-    for image, x, y, w, h in canvas.tiles:
-        x, y = x - left, y - top
-        x1, y1, x2, y2 = max(x, 0), max(y, 0), min(x + w, width), min(y + h, height)
-        if x1 < x2 and y1 < y2:
-            TILE.pack_into(recipe, end, offsets.item(image) - 3 * (y * w + x), w, x1, y1, x2, y2, 0)
-            end += TILE.size
-    back = cv2.invertAffineTransform(affine.matrix[:2]).ravel().tolist() if affine else UNMOVED
-    LAYER.pack_into(recipe, position, *back, (end - first) // TILE.size, 0)
+def write_recipes(images, recipes, offsets):
+    """Write the `recipes` [n x RECIPE] of images whose objects or pixels have been written.
+
+    `offsets` [images] are those of the ImageStore.
+    """
+    layers, places = [], []  # and in which byte of the recipes each of them begins
+    for start, image in zip(range(0, recipes.size, RECIPE), images, strict=True):
+        if not isinstance(image, DrawnImage) or image.used is None:
+            HEADER.pack_into(recipes, start, 0, 0, 0, 0, 0, math.prod(image.shape), 0, 1, 1, 1, 1)
+            continue
+        HEADER.pack_into(
+            recipes, start, len(image.layers), image.colours is not None, *image.flips, len(image.objects), image.used,
+            0, *(image.colours or (1.0, 1.0, 1.0)), image.ratio,
+        )  # fmt: skip
+        places += range(start + HEADER.size, start + RECIPE, LAYER_BYTES)[: len(image.layers)]
+        layers += image.layers
+    if layers:
+        _write_layers(layers, np.array(places), recipes.reshape(-1).view(np.int64), offsets)
+
+
+def _write_layers(layers, places, recipes, offsets):
+    """Write LAYER and tiles of all `layers`, the first byte of each at `places` [n]; `recipes` int64 [bytes / 8]."""
+    canvases, affines = zip(*layers, strict=True)
+    make_matrices([affine for affine in affines if affine])
+    backs = [cv2.invertAffineTransform(affine.matrix[:2]).ravel() if affine else UNMOVED for affine in affines]
+    layer, (image, *box) = tile_numbers(canvases)
+    frames = np.array([(canvas.window or (0, 0), canvas.shape[1::-1]) for canvas in canvases])
+    corner, size = np.array(box).reshape(2, 2, -1)
+    corner = corner - frames[:, 0].T.take(layer, 1)
+    low, high = np.maximum(corner, 0), np.minimum(corner + size, frames[:, 1].T.take(layer, 1))
+
+    tiles = np.zeros((len(layer), TILE.size // 4), np.int32)
+    tiles.view(np.int64)[:, 0] = offsets.take(image) - 3 * (corner[1] * size[0] + corner[0])
+    tiles[:, 2], tiles[:, 3:5], tiles[:, 5:7] = size[0], low.T, high.T
+    shown = (low < high).all(0)
+    tiles, layer = tiles[shown], layer[shown]
+    begins = layer.searchsorted(np.arange(len(layers) + 1))
+
+    heads = np.zeros((len(layers), LAYER.size // 8))
+    heads[:, :-1], heads.view(np.int32)[:, -2] = backs, np.diff(begins)
+    recipes[_words(places, LAYER)] = heads.view(np.int64)
+    number = np.arange(len(layer)) - begins.take(layer)
+    recipes[_words(places.take(layer) + LAYER.size + number * TILE.size, TILE)] = tiles.view(np.int64)
+
+
+def _words(places, form):
+    """The numbers [n x ...] of the int64 of a struct that begins at each of the bytes `places` [n]."""
+    return places[:, None] // 8 + np.arange(form.size // 8)

@@ -6,39 +6,26 @@ same operations in the same precision, so the targets are equal to the bit. Tran
 Coordinates are rows of the arrays here, labels and points are columns: NumPy is quickest along long rows.
 """
 
-from typing import NamedTuple
+from itertools import chain
 
 import numpy as np
 
-from utils.data.affine import box_candidates
+from utils.data.affine import box_candidates, make_matrices
 from utils.ops.boxes import xyxy2xywh
 from utils.ops.polygons import MAX_VERTICES, Polygons, outline_boxes
 
 LEAST_SIDE = 1  # pixels that show of the sides of a box, or it is not looked at; box_candidates asks for two
 
 
-class LateTargets(NamedTuple):
-    """Of a sample: its `labels` [n x 5: class, x1, y1, x2, y2], or None for those of `layers` [(Mosaic, Affine)].
-
-    `shape` (height, width) is its image's, `flips` tell whether that is upside down and mirrored.
-    """
-
-    labels: np.ndarray | None
-    layers: list
-    shape: tuple
-    flips: list
-
-
-def finished(samples, first=0):
-    """The targets [n x 6: number, class, x, y, w, h normalised] of LateTargets, which are numbered from `first` on."""
-    made = iter(warped_labels([layer for sample in samples for layer in sample.layers]))
-    labels = [[next(made) for _ in sample.layers] if sample.layers else [sample.labels] for sample in samples]
-    counts = [sum(map(len, parts)) for parts in labels]
+def targets_of(samples, first=0):
+    """The targets [n x 6: number, class, x, y, w, h normalised] of DrawnSamples with labels, numbered from `first`."""
+    labels = [sample.labels for sample in samples]
+    counts = list(map(len, labels))
     targets = np.empty((sum(counts), 6), np.float32)
     targets[:, 0] = np.arange(first, first + len(samples)).repeat(counts)
-    np.concatenate([part for parts in labels for part in parts], out=targets[:, 1:])
+    np.concatenate(labels, out=targets[:, 1:])
     targets[:, 2:] = xyxy2xywh(targets[:, 2:])
-    targets[:, 2:] /= np.array([sample.shape[::-1] * 2 for sample in samples], np.float32).repeat(counts, 0)
+    targets[:, 2:] /= np.array([sample.image.shape[1::-1] * 2 for sample in samples], np.float32).repeat(counts, 0)
     for axis, column in enumerate((3, 2)):
         rows = np.array([sample.flips[axis] for sample in samples]).repeat(counts)
         targets[rows, column] = 1 - targets[rows, column]
@@ -51,6 +38,7 @@ def warped_labels(layers):
         return []
     canvases, affines = zip(*layers, strict=True)
     tiles, width, height = ManyTiles(canvases), affines[0].width, affines[0].height
+    make_matrices(affines)
     matrices = np.array([affine.matrix for affine in affines])
     scaling, shift = matrices[:, [0, 1], [0, 1]].T, matrices[:, :2, 2].T
 
@@ -78,13 +66,19 @@ class ManyTiles:
     """The tiles of all `canvases`, one after the other, with their labels."""
 
     def __init__(self, canvases):
-        tiles = [tile for canvas in canvases for tile in canvas.tiles]
-        rows = [canvases[0].dataset.labels[tile.image] for tile in tiles]
+        dataset, self.side = canvases[0].dataset, canvases[0].side
+        layer, (images, *places) = tile_numbers(canvases)
+        images = images.tolist()
+        rows = [dataset.labels[image] for image in images]
         counts = list(map(len, rows))
-        self.labels, self.side = np.concatenate(rows), canvases[0].side
-        self.polygons = [canvases[0].polygons(tile) for tile in tiles]
-        self.places = np.array(tiles, np.float32).T[1:].repeat(counts, 1)  # x, y, width, height of a label's tile
-        self.layer = np.arange(len(canvases)).repeat([len(canvas.tiles) for canvas in canvases]).repeat(counts)
+        self.labels = np.concatenate(rows)
+        self.polygons = [Polygons.of(dataset.segments[image]) for image in images]
+        self.counts = [
+            polygons.counts if len(polygons.counts) else np.zeros(count, np.int64)
+            for polygons, count in zip(self.polygons, counts, strict=True)
+        ]
+        self.places = np.array(places, np.float32).repeat(counts, 1)  # x, y, width, height of a label's tile
+        self.layer = layer.repeat(counts)
         self.windows = np.array([canvas.window or (0, 0) for canvas in canvases]).T.take(self.layer, 1)
 
     def boxes(self):
@@ -97,13 +91,21 @@ class ManyTiles:
 
     def segments(self, chosen):
         """The Polygons of the labels where `chosen` [n] is true, in pixels, clipped to their canvases."""
-        points, counts = (np.concatenate(arrays) for arrays in zip(*self.polygons, strict=True))
+        points = np.concatenate([polygons.points for polygons in self.polygons])
+        counts = np.concatenate(self.counts)
         points, counts = points.compress(chosen.repeat(counts), 0), counts.compress(chosen)
         shift, size = self.places.compress(chosen, 1).repeat(counts, 1).reshape(2, 2, -1)
         points = points.T * size
         points += shift
         points = points - self.windows.compress(chosen, 1).repeat(counts, 1)  # in float64 from here on
         return Polygons(np.minimum(np.maximum(points, 0, out=points), self.side, out=points).T, counts)
+
+
+def tile_numbers(canvases):
+    """The number of its canvas for each tile of `canvases` [n], and image, x, y, width and height [5 x n]."""
+    tiles = np.fromiter(chain.from_iterable(chain.from_iterable(canvas.tiles for canvas in canvases)), np.int64)
+    counts = [len(canvas.tiles) for canvas in canvases]
+    return np.arange(len(canvases)).repeat(counts), tiles.reshape(-1, 5).T
 
 
 def outlines(polygons, layer, affines, scaling, shift):

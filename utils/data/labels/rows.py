@@ -143,7 +143,7 @@ class Columns:
         return ""
 
 
-def parse_label_text(text, file="", forms=RowForms({}), columns=None):  # noqa: B008 a tuple
+def parse_label_text(text, file="", forms=RowForms({}), columns=None):
     """Objects of one label file, its rows read by `forms`; `columns` {length: Columns} takes up what they look like.
 
     Returns (rows [n x 5, float32: class, x, y, w, h], segments, notes). `segments` is [] when the file has no polygon,

@@ -1,0 +1,46 @@
+"""Ctrl-C and SIGTERM that are held back, and those that are not."""
+
+import signal
+import threading
+
+import pytest
+
+from utils.system import signals
+
+NUMBERS = signal.SIGINT, signal.SIGTERM
+
+
+@pytest.mark.parametrize(("number", "error"), zip(NUMBERS, (KeyboardInterrupt, signals.Terminated), strict=True))
+def test_the_first_is_held_back_until_the_end(number, error):
+    before, done = [signal.getsignal(each) for each in NUMBERS], []
+    with pytest.raises(KeyboardInterrupt) as raised, signals.sigterm_raised(), signals.held_back():
+        signal.raise_signal(number)
+        done.append("all")
+    assert done == ["all"] and raised.type is error and signals.status_of(raised.value) == 128 + number
+    assert [signal.getsignal(each) for each in NUMBERS] == before
+
+
+def test_the_second_is_not_held_back():
+    done = []
+    with pytest.raises(signals.Terminated), signals.sigterm_raised(), signals.held_back():
+        signal.raise_signal(signal.SIGTERM)
+        done.append("one")
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        done.append("two")
+    assert done == ["one", "two"]
+
+
+def test_nothing_is_changed_without_a_signal_or_in_another_thread():
+    before, seen = [signal.getsignal(each) for each in NUMBERS], []
+
+    def elsewhere():
+        with signals.held_back(), signals.sigterm_raised():
+            seen.append([signal.getsignal(each) for each in NUMBERS])
+
+    with signals.held_back():
+        assert [signal.getsignal(each) for each in NUMBERS] != before
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert seen == [before] and [signal.getsignal(each) for each in NUMBERS] == before

@@ -1,0 +1,65 @@
+"""Ctrl-C and SIGTERM: both end a program by an exception in its main thread, and can be held back for a while."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, as `kill` and `docker stop` send it: it ends a program as Ctrl-C does."""
+
+
+def status_of(interruption: KeyboardInterrupt) -> int:
+    """The exit status after Ctrl-C or SIGTERM: 128 and the number of the signal, as shells have it."""
+    return 128 + (signal.SIGTERM if isinstance(interruption, Terminated) else signal.SIGINT)
+
+
+@contextmanager
+def sigterm_raised() -> Iterator[None]:
+    """Within, the first SIGTERM raises Terminated in the main thread. Ranks of a launcher have a Watch for it."""
+    before = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or before is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, _raise_terminated)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _raise_terminated(number, frame):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    raise Terminated
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Within, the first Ctrl-C or SIGTERM waits for the end: what a compiler is at must not be left by an exception.
+
+    A second one is not held back.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    usual = {number: handler for number, handler in before.items() if handler is not None}  # not set by other languages
+
+    def hold(number, frame):
+        held.append(number)
+        _set(usual)
+
+    _set(dict.fromkeys(usual, hold))
+    try:
+        yield
+    finally:
+        _set(usual)
+        if held:
+            signal.raise_signal(held[0])
+
+
+def _set(handlers):
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
