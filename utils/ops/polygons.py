@@ -12,7 +12,7 @@ import numpy as np
 
 NUM_STEPS = 1000  # points along an outline, both ends included; the last is the first again
 MAX_VERTICES = NUM_STEPS // 2  # with fewer, each edge has a point of the outline
-LEAST_SPAN = 1e-6  # pixels; along edges that change less, rounding may decide which points are inside
+LEAST_SPAN = 1e-6  # pixels; where an edge spans less along an axis, rounding may decide which points are inside
 
 
 class Polygons(Sequence):
@@ -110,7 +110,7 @@ def _extremes_of_cut(cut, edges, corner, side, begin, end, move, limit):
     """Lowest and highest [2 x e each] of the points inside on edges that the border of the image cuts.
 
     `cut` [e] are the numbers of the edges, `edges` [4 x e] rows of their `edge_table`, `begin` and `end` [2 x e] their
-    first and last point. Only the points beside the border are looked at, or all where these are not certain.
+    first and last point. Only the points beside the border are looked at; all points where rounding may decide.
     """
     first, last, distance, place = edges
     beside, is_certain = _beside_border(begin, end, first, last, limit)
@@ -128,14 +128,15 @@ def _extremes_of_cut(cut, edges, corner, side, begin, end, move, limit):
 
 
 def _beside_border(begin, end, first, last, limit):
-    """The numbers of the points beside those places where edges enter and leave the image [4 x e].
+    """The numbers [4 x e] of the points next to where edges enter and leave the image, and whether that is certain [e].
 
-    The edges go from `begin` to `end` [2 x e], points number `first` to `last` [e]. And whether that is certain [e].
+    The edges go from `begin` to `end` [2 x e], their points from number `first` to `last` [e]; `limit` [2 x 1] is the
+    size of the image. It is not certain where an edge spans next to nothing along an axis, but not nothing.
     """
     span = end - begin
     is_flat = abs(span) < LEAST_SPAN
     is_certain = ((span == 0) | ~is_flat).all(0)
-    span[is_flat] = 1  # whatever is not 0: it enters and leaves by the other axis
+    span[is_flat] = 1  # any number but 0: where an edge enters and leaves is up to the other axis
     one, other = -begin / span, (limit - begin) / span
     enters = np.where(is_flat, 0, np.minimum(one, other)).max(0)
     leaves = np.where(is_flat, 1, np.maximum(one, other)).min(0)
