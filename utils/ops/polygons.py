@@ -128,15 +128,14 @@ def _extremes_of_cut(cut, edges, corner, side, begin, end, move, limit):
 
 
 def _beside_border(begin, end, first, last, limit):
-    """The numbers [4 x e] of the points next to where edges enter and leave the image, and whether that is certain [e].
+    """The numbers of the points beside those places where edges enter and leave the image [4 x e].
 
-    The edges go from `begin` to `end` [2 x e], their points from number `first` to `last` [e]; `limit` [2 x 1] is the
-    size of the image. It is not certain where an edge spans next to nothing along an axis, but not nothing.
+    The edges go from `begin` to `end` [2 x e], points number `first` to `last` [e]. And whether that is certain [e].
     """
     span = end - begin
     is_flat = abs(span) < LEAST_SPAN
     is_certain = ((span == 0) | ~is_flat).all(0)
-    span[is_flat] = 1  # any number but 0: where an edge enters and leaves is up to the other axis
+    span[is_flat] = 1  # whatever is not 0: it enters and leaves by the other axis
     one, other = -begin / span, (limit - begin) / span
     enters = np.where(is_flat, 0, np.minimum(one, other)).max(0)
     leaves = np.where(is_flat, 1, np.maximum(one, other)).min(0)

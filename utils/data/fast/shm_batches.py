@@ -38,9 +38,8 @@ class LateSteps(NamedTuple):
 
     `dataset(data set)` is the form of a data set whose samples write them where its `begin` says, and
     `batch(pixels, steps)` what the loader yields as images. `room` is what a sample needs in a batch, in images.
-    `at_once`: that form has no `begin` but `finish(samples, number, steps)`, for all samples of a task at once. It
-    writes their `steps` [n x num_bytes], and returns their targets [k x 6]; `samples` are what they have had in the
-    place of targets, `number` is that of the first one in its batch.
+    `at_once`: it has `finish(samples, number, steps)` instead, which writes the `steps` [n x num_bytes] of a task, and
+    makes the targets [n x 6] of what its samples have in their place; `number` is that of the first one in its batch.
     """
 
     num_bytes: int

@@ -262,17 +262,17 @@ def _write_layers(layers, places, recipes, offsets):
     make_matrices([affine for affine in affines if affine])
     backs = [cv2.invertAffineTransform(affine.matrix[:2]).ravel() if affine else UNMOVED for affine in affines]
     layer, (image, *box) = tile_numbers(canvases)
-    frames = np.array([(canvas.window or (0, 0), canvas.shape[1::-1]) for canvas in canvases])
+    window, end = np.array([(canvas.window or (0, 0), canvas.shape[1::-1]) for canvas in canvases]).transpose(1, 2, 0)
     corner, size = np.array(box).reshape(2, 2, -1)
-    corner = corner - frames[:, 0].T.take(layer, 1)
-    low, high = np.maximum(corner, 0), np.minimum(corner + size, frames[:, 1].T.take(layer, 1))
+    corner = corner - window.take(layer, 1)  # in pixels of the canvas
+    low, high = np.maximum(corner, 0), np.minimum(corner + size, end.take(layer, 1))
 
     tiles = np.zeros((len(layer), TILE.size // 4), np.int32)
     tiles.view(np.int64)[:, 0] = offsets.take(image) - 3 * (corner[1] * size[0] + corner[0])
     tiles[:, 2], tiles[:, 3:5], tiles[:, 5:7] = size[0], low.T, high.T
     shown = (low < high).all(0)
     tiles, layer = tiles[shown], layer[shown]
-    begins = layer.searchsorted(np.arange(len(layers) + 1))
+    begins = layer.searchsorted(np.arange(len(layers) + 1))  # where the tiles of each layer begin
 
     heads = np.zeros((len(layers), LAYER.size // 8))
     heads[:, :-1], heads.view(np.int32)[:, -2] = backs, np.diff(begins)
