@@ -1,17 +1,19 @@
-"""What an epoch change costs: from the end of the last step of an epoch to the first step of the next, in train.train.
+"""What an epoch change costs: from the end of an epoch's last step to the first step of the next, in train.train.
 
-    python tests/bench_epoch_change.py                       # tiny, 320 px, batch 384, 5,000 images to validate, --fast
-    python tests/bench_epoch_change.py --variants="--fast, --fast --cache-images gpu"
+    python tests/bench_epoch_change.py      # tiny, 320 px, batch 384, --fast
+    python tests/bench_epoch_change.py \\
+        --variants="--fast, --fast --cache-images gpu"
 
-Drawn pictures of four shapes; a side is a process of its own. The model stands still (its rates are next to nothing),
-and its biases give every image some two thousand boxes above the threshold of validation. The first WARM_UP changes are
-left out: there graphs are captured. Medians in ms with the extremes; the parts are those of the host.
+Drawn pictures of four shapes; each variant is a process of its own. The learning rates are next to nothing, so that the
+model stays as it is: its biases give every image some two thousand boxes above the threshold of validation. The first
+changes are left out, because graphs are captured there. Medians in ms with the extremes, measured on the host.
 """
 
 import argparse
 import json
+import logging
+import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 WARM_UP = 5  # epochs
-PARTS = {  # what is timed: where it is looked up, and under what name
+PARTS = {  # {column: the function that is timed}
     "average": "utils.engine.ema:ModelEMA.ema_for_evaluation", "validation": "train:validate_ema",
     "curves": "utils.fast.metrics:precision_recall",
     "waiting for files": "utils.fast.async_checkpoint:BackgroundCheckpoints.wait",
@@ -33,26 +35,30 @@ PARTS = {  # what is timed: where it is looked up, and under what name
 }  # fmt: skip
 
 
-def main():
-    options = parse()
-    if options.child:
-        Path(options.child).write_text(json.dumps(measure(options)))
-        return
+def main(options):
+    """Status 1 if a variant failed."""
+    from tools.experiments import runner  # not in a child, which is a plain run of train.py
+
+    variants, rows, out = [variant.strip() for variant in options.variants.split(",")], {}, Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        data, rows = write_data(Path(folder), options), {}
+        data = write_data(Path(folder), options)
         write_model(Path(folder), options)
-        for variant in options.variants.split(","):
-            result = Path(folder) / "result.json"
+        for number, variant in enumerate(variants):
+            result, log = (Path(folder) / f"{number}.{suffix}" for suffix in ("json", "log"))
             line = [sys.executable, __file__, *sys.argv[1:], "--child", str(result), "--data", str(data)]
-            subprocess.run([*line, f"--flags={variant.strip()}"], check=True, timeout=options.timeout)
-            rows[variant.strip()] = json.loads(result.read_text())
-            Path(options.out).mkdir(parents=True, exist_ok=True)
-            (Path(options.out) / "table.md").write_text(table(rows, options) + "\n")
+            status = runner.run_program([*line, f"--flags={variant}"], log, os.environ, options.timeout)
+            if status != 0 or not result.exists():
+                print(f"{variant} failed:\n{log.read_text(errors='replace')[-3000:]}", flush=True)
+                continue
+            rows[variant] = json.loads(result.read_text())
+            (out / "table.md").write_text(table(rows, options) + "\n")
     print(table(rows, options))
+    return int(len(rows) < len(variants))
 
 
 def measure(options):
-    """Seconds {part: of the change}, and of the epoch before it, for each change."""
+    """Run train.py; for each epoch change the seconds {part: seconds}, with "all" and "epoch", the one before it."""
     from pkgutil import resolve_name
 
     import train
@@ -122,7 +128,7 @@ def write_data(folder, options):
 
 
 def write_model(folder, options):
-    """model.pt and hyp.yaml: on the coarsest level every cell finds a box of eight classes, elsewhere none."""
+    """model.pt and hyp.yaml: every cell of the coarsest level finds boxes of eight classes, the other levels none."""
     import torch
     import yaml
 
@@ -165,7 +171,9 @@ def table(rows, options):
 
 
 def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    from utils.run import entry
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=entry.Help)
     parser.add_argument("--cfg", default="yolov7-tiny")
     parser.add_argument("--hyp", default="tiny")
     parser.add_argument("--img", type=int, default=320)
@@ -173,10 +181,10 @@ def parse():
     parser.add_argument("--images", type=int, default=3840)
     parser.add_argument("--val-images", type=int, default=5000)
     parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--variants", default="--fast")
+    parser.add_argument("--variants", default="--fast", help="lists of flags, with commas between them")
     parser.add_argument("--device", default="")
-    parser.add_argument("--timeout", type=int, default=300)
-    parser.add_argument("--out", default="runs/bench_epoch_change")
+    parser.add_argument("--timeout", type=int, default=300, help="seconds for one variant")
+    parser.add_argument("--out", default="runs/bench_epoch_change", help="folder of table.md")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--data", help=argparse.SUPPRESS)
     parser.add_argument("--flags", help=argparse.SUPPRESS)
@@ -184,4 +192,10 @@ def parse():
 
 
 if __name__ == "__main__":
-    main()
+    options = parse()
+    if options.child:
+        Path(options.child).write_text(json.dumps(measure(options)))
+    else:
+        from tools.experiments import command_line
+
+        command_line.run_tool(main, options, logging.WARNING)

@@ -79,6 +79,7 @@ def show_help(program):
 # what takes a while on a CPU
 LONG = {
     "tests/bench_val.py": "--img 320 --batch 4 --device cpu",
+    "tests/bench_epoch_change.py": "--batch 4 --device cpu",
     "tests/bench_detect.py": "--batch 4 --device cpu",
     "tests/bench_heads.py": "--batch 64 --img 640 --device cpu",
     "tests/bench_loss.py": "--device cpu",

@@ -1,7 +1,7 @@
 """Boxes of the raw maps of a detection layer, as `DetectionLayer._decode_all` makes them: one kernel (Triton) a level.
 
-Operations of torch read and write all predictions five times over. Here each is read once, where the convolution has
-put it, and written once, where the suppression of boxes reads it. Each step is rounded to the type of the maps.
+Operations of torch read and write all predictions five times. Here each is read once, where the convolution has put it,
+and written once, where non-maximum suppression reads it. Each step is rounded to the type of the maps, as torch's.
 """
 
 import torch
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 TILE = 2048  # elements that a program holds at a time
-SIZES = ("num_rows", "height", "width", "rows_of_image", "first_row")  # a kernel is not compiled anew for others
+SIZES = ("num_rows", "height", "width", "rows_of_image", "first_row")  # other values need no new compilation
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def _rounded(x, like):
 def _decode_kernel(maps, anchors, boxes, num_rows, num_columns, num_anchors, height, width, image_stride, anchor_stride,
                    line_stride, pixel_stride, rows_of_image, first_row, stride, ROWS: tl.constexpr,
                    COLUMNS: tl.constexpr):  # fmt: skip
-    """Rows first_row and up of each image in `boxes` [images x rows_of_image x columns], from the map of one level."""
+    """From the map of one level: each image's rows of `boxes` [b x rows_of_image x columns], from `first_row` on."""
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)[None, :]
     inside = (row < num_rows)[:, None] & (column < num_columns)
     x, line = row % width, row // width

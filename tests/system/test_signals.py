@@ -10,7 +10,9 @@ from utils.system import signals
 NUMBERS = signal.SIGINT, signal.SIGTERM
 
 
-@pytest.mark.parametrize(("number", "error"), zip(NUMBERS, (KeyboardInterrupt, signals.Terminated), strict=True))
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, signals.Terminated)]
+)
 def test_the_first_is_held_back_until_the_end(number, error):
     before, done = [signal.getsignal(each) for each in NUMBERS], []
     with pytest.raises(KeyboardInterrupt) as raised, signals.sigterm_raised(), signals.held_back():

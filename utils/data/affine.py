@@ -130,10 +130,10 @@ class Affine:
 
 
 class DrawnAffine(Affine):
-    """An Affine of which only `numbers` are there until its matrix is asked for, alone or with others.
+    """An Affine whose matrix is made when it is first used, or before, with those of others, by `make_matrices`.
 
-    They are (tilt x, tilt y, angle in degrees, gain, slant x, slant y, shift x, shift y) for a source `height` x
-    `width` (`source`) whose middle goes to the shift.
+    `numbers` are the draws: (tilt x, tilt y, angle in degrees, gain, slant x, slant y, shift x, shift y). `source` is
+    (height, width) of the source image, whose middle goes to the shift.
     """
 
     def __init__(self, numbers, source, width, height, has_perspective):
@@ -148,7 +148,7 @@ class DrawnAffine(Affine):
 
 
 def make_matrices(affines):
-    """Make the matrices of all DrawnAffines among `affines` at once, which takes less time."""
+    """Make the matrices of all DrawnAffines among `affines` at once, which takes less time than one by one."""
     drawn = [affine for affine in affines if "matrix" not in vars(affine)]
     for affine, matrix in zip(drawn, _matrices(drawn) if drawn else (), strict=True):
         vars(affine)["matrix"] = matrix

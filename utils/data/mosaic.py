@@ -86,13 +86,13 @@ class Mosaic:
         return NO_POLYGON, np.zeros(len(self.dataset.labels[tile.image]), np.int64)
 
     def __getitem__(self, slices):
-        """Pixels of `mosaic[y1:y2, x1:x2]` [h x w x 3], not to be written to; reads only the images that show there."""
+        """Pixels of `mosaic[y1:y2, x1:x2]` [h x w x 3], read-only; reads only the images that show there."""
         rows, columns = slices
         (y1, y2, _), (x1, x2, _) = rows.indices(self.side), columns.indices(self.side)
         left, top = self.window or (0, 0)
         for tile in self.tiles:
             x, y = tile.x - left, tile.y - top
-            if x <= x1 and y <= y1 and x + tile.width >= x2 and y + tile.height >= y2:
+            if x <= x1 and y <= y1 and x + tile.width >= x2 and y + tile.height >= y2:  # in one image: no copy
                 img = load_scanned(self.dataset, tile.image, (tile.height, tile.width))
                 return img[y1 - y : y2 - y, x1 - x : x2 - x]
         part = np.empty((y2 - y1, x2 - x1, 3), np.uint8)

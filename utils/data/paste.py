@@ -131,27 +131,26 @@ def pastein(img, labels, samples, paste=paste_visible):
             continue
         place = _draw_place(height, width, scale)
         x1, y1, x2, y2 = place
-        if not samples or x2 - x1 <= 20 or y2 - y1 <= 20:
-            continue
-        if _hides_one(place, boxes):
+        if not samples or x2 - x1 <= 20 or y2 - y1 <= 20 or _hides_one(place, boxes):
             continue
         sample = samples[random.randint(0, len(samples) - 1)]
         box = _paste(img, sample, place, paste)
         if box is not None:
             x1, y1, x2, y2 = box
-            boxes.append((*box, float(labels.dtype.type((x2 - x1) * (y2 - y1)))))
+            area = labels.dtype.type((x2 - x1) * (y2 - y1))  # rounded as that of a label
+            boxes.append((*box, float(area)))
             pasted.append((sample.category, *box))
     return np.concatenate((labels, np.array(pasted, labels.dtype))) if pasted else labels
 
 
 def _with_areas(boxes_xyxy):
-    """`boxes_xyxy` [n x 4] as a list of (x1, y1, x2, y2, area): plain numbers, for there are few."""
+    """`boxes_xyxy` [n x 4] as a list of (x1, y1, x2, y2, area): there are few, and NumPy would take longer."""
     width, height = (boxes_xyxy[:, 2:] - boxes_xyxy[:, :2]).T
     return [(*box, area) for box, area in zip(boxes_xyxy.tolist(), (width * height + 1e-16).tolist(), strict=True)]
 
 
 def _hides_one(place, boxes):
-    """Whether `place` (x1, y1, x2, y2) covers too much of one of the `boxes` of `_with_areas`, as `bbox_ioa` has it."""
+    """Whether `place` (x1, y1, x2, y2) covers MAX_OVERLAP of one of `boxes` (see `_with_areas`); as by `bbox_ioa`."""
     x1, y1, x2, y2 = place
     for left, top, right, bottom, area in boxes:
         if left < x2 and right > x1 and top < y2 and bottom > y1:

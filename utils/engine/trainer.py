@@ -157,7 +157,7 @@ class Trainer:
         return torch.zeros(0, 4)
 
     def with_room(self, call: Callable) -> Callable:
-        """What to call in place of `call`, work between the steps, so that memory that steps hold can be had by it."""
+        """`call`, work between the steps, in a form that can use the memory that steps hold: they hold none here."""
         return call
 
     def scalars(self) -> dict[str, float]:

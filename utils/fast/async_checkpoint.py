@@ -34,7 +34,7 @@ class BackgroundCheckpoints(Checkpoints):
 
     def after_epoch(self, make_content, epoch, is_best):
         self.wait()
-        self.copies.wanted = []  # of an attempt for which there was too little memory
+        self.copies.wanted = []  # left by an attempt that had too little memory
         super().after_epoch(make_content, epoch, is_best)
 
     def write(self, content, paths):
@@ -77,16 +77,16 @@ class BackgroundCheckpoints(Checkpoints):
 
 
 class HostCopies:
-    """NewCopies in host memory that each checkpoint uses again, filled in two steps.
+    """As NewCopies, but in host memory that every checkpoint uses again, and filled in two steps.
 
-    `fetch` takes what the device holds, storage by storage: flat tensors hold nearly everything, so these are few
-    copies, and that is all that the device is needed for. `fill` gives each copy its part; until then copies have any
-    content.
+    `fetch` copies from the device, storage by storage: flat tensors hold nearly everything, so these are few copies.
+    `fill` needs no device and runs in the thread: it gives each copy its part, whose content is undefined until then.
     """
 
     def __init__(self):
-        self.models, self.kept, self.taken = {}, {}, {}
+        self.models, self.kept = {}, {}  # the copies: {id of the model: model}, {key: tensor}
         self.wanted = []  # (source, copy)
+        self.taken = {}  # {storage of the sources: its bytes on the host}
 
     def owned(self):
         """The ids of all copies that are in use."""
@@ -124,7 +124,7 @@ class HostCopies:
 
     @torch.no_grad()
     def fetch(self):
-        """Take all that is wanted; it may change afterwards."""
+        """Copy all that is wanted to the host; the sources may change afterwards."""
         before, self.taken = self.taken, {}
         storages = {_place(source): source.untyped_storage() for source, _ in self.wanted}
         for place, storage in storages.items():
@@ -147,7 +147,7 @@ class HostCopies:
 
 
 def _room_for(model):
-    """A copy of `model` as `in_stock_order(model).half()`, in host memory; parameters and buffers with any content."""
+    """A copy of `model` as `in_stock_order(model).half()`, in host memory; content undefined."""
     rooms = {}  # what deepcopy is to take instead of copies: {id of the original: tensor}
     for value in (*model.parameters(), *model.buffers()):
         room = torch.empty(value.shape, dtype=torch.half if value.is_floating_point() else value.dtype)

@@ -1,14 +1,14 @@
 """The network of validation as CUDA graphs, one for each shape of its batches (--fast-val with --cuda-graph).
 
-The fused form of yolov7-tiny is over two hundred kernels, which take the host 18 ms to start, and the GPU much less to
-run. The batches of a validation set are the same in each epoch, so the host starts their graphs instead. What a graph
-reads lies where it lay at the capture: images are copied there, and so are the weights of each epoch, because one and
-the same copy of the average is evaluated (`KeptHalfCopy`). All that is made of weights is made within the graph.
+The fused form of yolov7-tiny is over two hundred kernels. To start them takes the host 18 ms, longer than the GPU needs
+for a small batch; to start a graph of them takes next to nothing. The shapes of a validation set are the same in each
+epoch. What a graph reads has to stay where it was at the capture: images are copied there, and so are the weights of
+each epoch, because it is always the same copy of the average that is evaluated (`KeptHalfCopy`). All that is computed
+from weights alone, such as folded norms, is computed within the graph.
 
-To capture a shape costs more than an ordinary pass. So it happens when the shape comes for the fourth time: in the
-first epoch where many batches are alike, in the fourth for a shape of one batch, and never in a run that is shorter.
-The graphs share one pool of memory and one place for images: they run one after the other, and what one has put out is
-read before the next one runs.
+A capture costs more than an ordinary pass. So a shape is captured when it comes for the fourth time: in the first epoch
+if many batches have it, in the fourth if only one has, and never in a shorter run. The graphs share one pool of memory
+and one place for images: they run one after the other, and the output of one is read before the next one runs.
 """
 
 import logging
@@ -23,12 +23,12 @@ from utils.system.memory import describe_bytes
 
 logger = logging.getLogger(__name__)
 
-MOST_SHAPES = 32  # that are captured; rectangular batches of COCO have fewer at any size
+MOST_SHAPES = 32  # graphs at most; rectangular batches of COCO have fewer shapes at any size
 RESERVE = 0.1  # share of the card's memory that has to stay free beside the graphs, for what training takes in between
 
 
 def replayed(fuse, model):
-    """A GraphNetwork of `fuse(model)`; without graphs where that does not take bytes."""
+    """A GraphNetwork of `fuse(model)`; `fuse(model)` itself if it does not take images as bytes."""
     network = fuse(model)
     return GraphNetwork(network) if getattr(network, "takes_bytes", False) else network
 
@@ -43,9 +43,9 @@ class GraphNetwork(nn.Module):
 
     def __init__(self, network):
         super().__init__()
-        self.network, self.is_off = network, None
+        self.network, self.is_off = network, False
         self.num_calls, self.graphs = Counter(), {}  # by image shape
-        self.pool, self.room = None, None  # the memory of all graphs; bytes for the images of any of them
+        self.pool, self.room = None, None  # the memory of all graphs; the place [bytes] for the images of any of them
 
     def forward(self, images):
         """The output of `network` for images uint8 [b x ch x h x w] on its device."""
@@ -82,7 +82,7 @@ class GraphNetwork(nn.Module):
     def _give_up(self, reason):
         logger.warning("--fast-val: the network runs without CUDA graphs (%s)", reason)
         self.wait()
-        self.is_off, self.graphs, self.room = reason, {}, None
+        self.is_off, self.graphs, self.room = True, {}, None
 
     def record(self, body):
         """Capture `body`; returns the graph and what `body` returned, which each replay writes anew."""
@@ -95,5 +95,5 @@ class GraphNetwork(nn.Module):
         return torch.cuda.mem_get_info(device)
 
     def wait(self):
-        """Until the device has done all work, so that no graph goes while it runs."""
+        """Wait for all work of the device: a graph must not be freed while it runs."""
         torch.cuda.synchronize()

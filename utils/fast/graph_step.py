@@ -13,8 +13,8 @@ itself executes nothing. So neither disturbs the statistics of BatchNorm, the mo
 
 The graph of a shape has room for the candidates of the largest batch so far and some more (`PaddedSizes`); a larger
 batch makes it be captured again, an exceptionally crowded one is trained without it. Graphs keep the memory of their
-work. Whoever finds too little beside it (the last batch of an epoch, a validation, a checkpoint) is tried a second
-time without them (`with_room`), and they are captured again afterwards.
+work. What finds too little memory beside them (the last batch of an epoch, a validation, a checkpoint) is done a
+second time without them (`with_room`); they are captured again when their next batch comes.
 """
 
 import gc
@@ -110,19 +110,20 @@ class GraphSteps(FastSteps):
 
     def _ordinary(self, batch):
         self.counts["ordinary"] += 1
-        # BatchNorm perhaps counts a batch twice that is tried a second time.
+        # BatchNorm counts a batch twice that fails behind it.
         return self.with_room(super().backward)(batch)
 
     def with_room(self, call):
+        """`call`, which is called once more, without the graphs, when there is too little memory."""
         return partial(self._with_room, call)
 
     def _with_room(self, call, *args, **options):
         try:
             return call(*args, **options)
-        except (RuntimeError, MemoryError) as error:
+        except RuntimeError as error:
             if not is_out_of_memory(error) or not self._free_graphs():
                 raise
-        # Outside of the handler: the error holds what was taken.
+        # Outside of the handler: the error keeps what `call` had allocated.
         logger.info("CUDA graphs have given their memory back, which other work needs; they are captured again")
         self.trainer.optimizer.zero_grad()  # of a step that has failed
         gc.collect()

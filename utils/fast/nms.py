@@ -7,7 +7,7 @@ import torch
 from utils.ops.boxes import xywh2xyxy
 from utils.ops.nms import CLASS_OFFSET, MAX_CANDIDATES, MAX_DETECTIONS
 
-MAX_SCORES = 1 << 29  # class scores that are looked at together, 1.5 GB in half precision; more images come in turns
+MAX_SCORES = 1 << 29  # class scores that are looked at together, 1.5 GB in half precision; a batch with more is split
 
 
 class Detections(NamedTuple):

@@ -35,9 +35,9 @@ SEARCH_STEPS = 3000
 
 
 def prepare(is_ahead: bool, device: torch.device) -> Callable:
-    """Settle what holds for the whole process; returns a function as `compile_ahead`.
+    """Change settings of the whole process, and return `compile_ahead`.
 
-    Without `is_ahead` that function does nothing: the first step is not known before.
+    Without `is_ahead` a function that does nothing in its place: what the first step runs is not known before it.
     """
     _leave_out_compiler()
     if device.type == "cuda":

@@ -64,8 +64,8 @@ class FastValidation:
         """As `evaluate` with the same arguments; returns an Evaluation."""
         weight = next(model.parameters())
         layout = torch.channels_last if weight.is_cuda else torch.contiguous_format
-        if model is not self.model:  # mostly it is one and the same, with new weights where the old ones were
-            if weight.is_cuda:  # it is a copy, or was loaded to be scored; on a CPU it is the average itself
+        if model is not self.model:  # mostly it is the same one, with new weights where the old ones were
+            if weight.is_cuda:  # a copy, which may be changed; on a CPU it is the average itself
                 model.to(memory_format=layout)
             self.model, self.network = model, self.fuse(model).eval()
         self.loss = _batched(compute_loss)

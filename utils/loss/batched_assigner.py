@@ -107,9 +107,10 @@ def _chunks(candidates, most):
 
 
 def cut(ends, most):
-    """Where to cut a list of things, and where their parts begin and end there: at most `most` parts a chunk.
+    """Cut a list of n items into chunks of at most `most` parts each; an item with more is a chunk of its own.
 
-    `ends` [n]: where the parts of each thing end. A thing with more parts is a chunk of its own.
+    `ends` [n]: at which part each item ends. Returns the edges of the chunks twice, counted in items and in parts; both
+    begin with 0, and one edge is the end of a chunk and the beginning of the next.
     """
     cuts = [0]
     while cuts[-1] < len(ends):

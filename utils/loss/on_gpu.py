@@ -32,8 +32,8 @@ from utils.loss.criterion import AUXILIARY_WEIGHT, smooth_labels
 logger = logging.getLogger(__name__)
 
 MOST_LAYERS = 5
-# Scores of candidates [slots x classes] that an assignment holds at once, in two tensors of 4 bytes each: 1 GB. More
-# are assigned in chunks of images. Of 80 classes on three layers 37,000 targets have as many.
+# Most scores of candidates [slots x classes] that an assignment holds at once: two float32 tensors, 1 GB. With more,
+# images are assigned in chunks. With 80 classes and three layers 37,000 targets have so many.
 MOST_SCORES = 1 << 27
 EXACT = {"enable_fp_fusion": False}  # arithmetic operation by operation, as torch's
 
@@ -43,7 +43,7 @@ EXACT = {"enable_fp_fusion": False}  # arithmetic operation by operation, as tor
 
 @dataclass(frozen=True)
 class Room:
-    """For how many targets there is room, and how many scores the candidates of each may have."""
+    """Room for so many `targets`, whose candidates have at most so many `scores` each."""
 
     targets: int
     scores: int
@@ -85,7 +85,7 @@ class TargetSet(InOneBuffer):
     threshold: float  # of the anchors
     reach: float
     buffer: Tensor  # int32, with float32 parts
-    ends: np.ndarray  # [images] where the targets of each end, on the host
+    ends: np.ndarray  # [images] where the targets of each image end, on the host
     tensors: TargetTensors = field(init=False, repr=False)  # views of the buffer
 
     def __post_init__(self):
@@ -240,11 +240,11 @@ def assign(batch: TargetSet, candidates: Slots, maps: Maps, num_ious: int) -> Sl
     num_targets, edges = batch.sizes.targets, [0, batch.sizes.targets]
     assigned = torch.empty_like(candidates.cells)
     if batch.sizes.is_too_large:
-        assert not (assigned.is_cuda and torch.cuda.is_current_stream_capturing()), "the chunks are those of this batch"
+        assert not (assigned.is_cuda and torch.cuda.is_current_stream_capturing()), "a graph would repeat these chunks"
         edges = cut(batch.ends, max(MOST_SCORES // batch.sizes.scores, 1))[1]
         assigned.fill_(-1)  # of the padding
     for begin, end in pairwise(edges):
-        if begin < end:  # else only images without targets
+        if begin < end:  # not for a chunk of images without targets
             _assign_targets(begin, end, batch, candidates, maps, num_ious, assigned)
     matches = _new_slots(batch, num_targets * num_ious, num_ious)
     assign_kernels.matches_kernel[(shapes[0][0],)](
@@ -255,10 +255,10 @@ def assign(batch: TargetSet, candidates: Slots, maps: Maps, num_ious: int) -> Sl
 
 
 def _assign_targets(begin, end, batch, candidates, maps, num_ious, assigned):
-    """Write to `assigned` what OTA assigns to the targets `begin` to `end`, all those of some images."""
+    """Write to `assigned` [slots] what OTA assigns to the targets `begin` to `end`, which are those of whole images."""
     (targets, first, *table), shapes, room = batch.tensors, batch.shapes, batch.slots
     num_layers, num_anchors, num_classes = len(shapes), shapes[0][1], maps.tensors[0].shape[-1] - 5
-    # Kernels count targets and slots from the first one of them.
+    # Kernels count targets and slots from the first one of the chunk.
     targets, first, slots = targets[begin:end], first - begin if begin else first, slice(begin * room, end * room)
     cells, assigned = candidates.cells[slots], assigned[slots]
     num_targets, num_slots = len(targets), len(cells)

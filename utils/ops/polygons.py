@@ -12,7 +12,7 @@ import numpy as np
 
 NUM_STEPS = 1000  # points along an outline, both ends included; the last is the first again
 MAX_VERTICES = NUM_STEPS // 2  # with fewer, each edge has a point of the outline
-LEAST_SPAN = 1e-6  # pixels; along edges that change less, rounding may decide which points are inside
+LEAST_SPAN = 1e-6  # pixels; where an edge spans less along an axis, rounding may decide which points are inside
 
 
 class Polygons(Sequence):
@@ -110,7 +110,7 @@ def _extremes_of_cut(cut, edges, corner, side, begin, end, move, limit):
     """Lowest and highest [2 x e each] of the points inside on edges that the border of the image cuts.
 
     `cut` [e] are the numbers of the edges, `edges` [4 x e] rows of their `edge_table`, `begin` and `end` [2 x e] their
-    first and last point. Only the points beside the border are looked at, or all where these are not certain.
+    first and last point. Only the points beside the border are looked at; all points where rounding may decide.
     """
     first, last, distance, place = edges
     beside, is_certain = _beside_border(begin, end, first, last, limit)

@@ -65,9 +65,9 @@ def set_logging(rank: int = -1, local_rank: int = -1) -> None:
 def run(main: Callable[[Namespace], None], opt: Namespace, go_on: str = RESUME) -> None:
     """Call main(opt) and leave the process: status 0, or 2 with one sentence for wrong input or a file that failed.
 
-    Ctrl-C and SIGTERM are one line, which says how to `go_on`, and the status that a shell would give them; a second
-    one ends the process at once. Progress bars go to the standard error. A run goes on when nobody reads either any
-    more, as after `train.py | head`.
+    Ctrl-C and SIGTERM end it with one line, which says how to `go_on`, and with the status that a shell would give; a
+    second one ends the process at once. Log and progress bars go to the standard output and the standard error; the run
+    goes on when nobody reads them any more, as after `train.py | head`.
     YOLOV7FAST_TRACEBACK=1 shows where an error came from.
     """
     end_with_starter()
@@ -112,7 +112,7 @@ def _check_working_directory():
 
 
 def _lost_process(error):
-    """`distributed.lost_process`; tools that need no torch begin and end without it."""
+    """`distributed.lost_process`, if that is imported: tools that need no torch begin and end without it."""
     distributed = sys.modules.get("utils.system.distributed")
     return distributed and distributed.lost_process(error)
 

@@ -58,7 +58,7 @@ class Paths:
     data_parallel: Callable = distributed.data_parallel  # (model, device, ranks, devices, sync_bn) -> model
     compile: Callable[[nn.Module, Callable], None] = stays_eager  # (model, what is told the seconds it took); in place
     steps: Callable[[Trainer], Any] = itself  # trainer -> what makes its steps, by the methods of Trainer
-    ahead: Callable[[Any, tuple, int], None] = starts_at_once  # (steps, image shape, their number); for the first
+    ahead: Callable[[Any, tuple, int], None] = starts_at_once  # (steps, image shape, number of steps)
     evaluate: Callable = evaluate  # scores the epochs before the last, which are not drawn
     drawn: Callable[[Callable], Callable] = itself  # `evaluate` -> what scores the last epoch, which is drawn
     together: Callable = itself  # (what evaluates) -> the same, called by all processes, each with its share of images

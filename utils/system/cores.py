@@ -21,7 +21,7 @@ def usable_cores():
 
 
 def container_limit(cgroup=CGROUP, own=OWN_CGROUP):
-    """Cores of the CPU time that the container `cgroup` may take, as a float; None without a limit."""
+    """How many cores' time the groups of this process may take, as a float; None without a limit."""
     limits = []
     for folder in cgroup_folders("", cgroup, own):
         with suppress(OSError, ValueError):  # "max 100000" or "350000 100000"
@@ -35,10 +35,11 @@ def container_limit(cgroup=CGROUP, own=OWN_CGROUP):
 
 
 def cgroup_folders(controller: str, cgroup: Path = CGROUP, own: Path = OWN_CGROUP) -> Iterator[Path]:
-    """The folders whose limits hold for this process, the outermost first; some may not be there.
+    """The folders whose limits hold for this process, the outermost first; some may not exist.
 
-    `controller` is one of version 1 (memory, cpu), empty for version 2. A container mostly sees its own limits in the
-    first one; jobs of a batch system or of systemd have them further down, in their group and those around it (`own`).
+    `cgroup` is where the kernel shows all groups, `own` the file that names those of this process. `controller` is one
+    of version 1 (memory, cpu), empty for version 2. A container mostly sees its own limits in the first folder; jobs of
+    a batch system or of systemd have theirs further down.
     """
     folder = cgroup / controller
     yield folder

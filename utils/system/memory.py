@@ -14,7 +14,7 @@ from utils.system.cores import CGROUP, OWN_CGROUP, cgroup_folders
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
-# For both versions of cgroup: controller, limit, use, and what of the use is files that would make room.
+# For both versions of cgroup: controller, limit, use, and the part of the use that is cached files, which can go.
 MEMORY_LIMITS = (("", "memory.max", "memory.current", "inactive_file"),
                  ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))  # fmt: skip
 
@@ -24,7 +24,7 @@ FULL_SIGNS = ("CUDA error: out of memory", "Triton Error [CUDA]: out of memory",
 
 
 def is_out_of_memory(error):
-    """Whether the GPU, or one of its libraries, or the host had no memory left."""
+    """Whether an error of torch or of a library of the GPU says that the GPU or the host had no memory left."""
     return type(error).__name__ == "OutOfMemoryError" or any(sign in str(error) for sign in FULL_SIGNS)
 
 
@@ -56,7 +56,10 @@ def describe_bytes(num_bytes):
 
 
 def available_memory(cgroup=CGROUP, own=OWN_CGROUP):
-    """Bytes that this process can have without swapping, within the limits of `cgroup`; None where that is unknown."""
+    """Bytes that this process can have without swapping, within the limits of its groups; None where that is unknown.
+
+    `cgroup`, `own` as in `cores.cgroup_folders`.
+    """
     found = []
     with suppress(OSError, ValueError):  # no Linux
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -17,7 +17,10 @@ def status_of(interruption: KeyboardInterrupt) -> int:
 
 @contextmanager
 def sigterm_raised() -> Iterator[None]:
-    """Within, the first SIGTERM raises Terminated in the main thread. Ranks of a launcher have a Watch for it."""
+    """Within, the first SIGTERM raises Terminated in the main thread.
+
+    Nothing is changed where SIGTERM is handled already. In ranks of a launcher the Watch takes it over later.
+    """
     before = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread() or before is not signal.SIG_DFL:
         yield
@@ -36,7 +39,7 @@ def _raise_terminated(number, frame):
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Within, the first Ctrl-C or SIGTERM waits for the end: what a compiler is at must not be left by an exception.
+    """Within, the first Ctrl-C or SIGTERM waits for the end: for work that an exception must not break off.
 
     A second one is not held back.
     """
@@ -45,7 +48,7 @@ def held_back() -> Iterator[None]:
         return
     held: list[int] = []
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    usual = {number: handler for number, handler in before.items() if handler is not None}  # not set by other languages
+    usual = {number: handler for number, handler in before.items() if handler is not None}  # None: set by C
 
     def hold(number, frame):
         held.append(number)

@@ -85,7 +85,7 @@ def from_hsv(hue, saturation, value):
 
 @triton.jit
 def _count_other_colours(colours, counts, SIZE: tl.constexpr):
-    """How many of the numbers in a part of the table `colours` are not those of `from_hsv`."""
+    """Count in each part of the table `colours` the numbers that `from_hsv` computes otherwise."""
     place = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     rgb = from_hsv(place >> 16, place >> 8 & 255, place & 255)
     tl.store(counts + tl.program_id(0), tl.sum((rgb != tl.load(colours + place)).to(tl.int32)))
@@ -93,7 +93,7 @@ def _count_other_colours(colours, counts, SIZE: tl.constexpr):
 
 def has_formula(colours):
     """Whether `from_hsv` gives every number of the table `colours` (ConversionTables) of this OpenCV."""
-    size = 2048 if colours.is_cuda else 65536  # the interpreter takes as long for each program
+    size = 2048 if colours.is_cuda else 65536  # for the interpreter few large programs take less time
     counts = colours.new_empty(len(colours) // size)
     _count_other_colours[(len(counts),)](colours, counts, size, enable_fp_fusion=False)
     return not counts.any().item()

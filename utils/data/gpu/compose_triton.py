@@ -13,7 +13,7 @@ ROWS, COLUMNS, WARPS = 4, 64, 4  # pixels and warps of a program: the fastest of
 
 @triton.jit
 def _rounded(number):
-    """A float64 as the nearest whole number, int32, halves to even: what is added leaves no bit behind the point."""
+    """The int32 nearest to a float64, halves to even: a sum that large has no bits left for fractions."""
     return ((number + 6755399441055744.0) - 6755399441055744.0).to(tl.int32)  # 1.5 * 2**52
 
 
@@ -38,7 +38,7 @@ def _positions(back, row, column, like, FLOATING: tl.constexpr, PRECISION: tl.co
 
 @triton.jit
 def _bounds(back, row, column, rows, columns):
-    """Two numbers between which, along one axis, the positions lie of a block from (row, column) on, and neighbours."""
+    """Along one axis of the canvas: the lowest and the highest pixel that a block from (row, column) on may read."""
     per_column, per_row = tl.load(back).to(tl.float32), tl.load(back + 1).to(tl.float32)
     corner = per_column * column + per_row * row + tl.load(back + 2).to(tl.float32)
     down, across = per_row * rows, per_column * columns
@@ -49,7 +49,7 @@ def _bounds(back, row, column, rows, columns):
 
 @triton.jit
 def _look_up(source, hit):
-    """Blue, green and red at `source` in one number where `hit`, elsewhere 0."""
+    """blue + 256 * green + 65536 * red of the pixel at `source` where `hit`, elsewhere 0."""
     blue = tl.load(source, mask=hit, other=0).to(tl.int32)
     green = tl.load(source + 1, mask=hit, other=0).to(tl.int32)
     red = tl.load(source + 2, mask=hit, other=0).to(tl.int32)
@@ -60,7 +60,8 @@ def _look_up(source, hit):
 def _pair(words, byte, left, right, before_left, before_right):
     """As `_look_up` the pixel at `byte` where `left`, and the next one where `right`; elsewhere what was there before.
 
-    Their 6 bytes lie in two or three words. Only words of which a byte is wanted are read: others may be nobody's.
+    Their 6 bytes lie in two or three words. Only words of which a byte is wanted are read: others may be outside of the
+    store. Shifting twice stands for a shift by 32 - shift, which is undefined for 32.
     """
     place, shift = words + (byte >> 2), ((byte & 3) * 8).to(tl.uint32)
     one = tl.load(place, mask=left | right & (shift == 0), other=0).to(tl.uint32, bitcast=True)
@@ -75,12 +76,12 @@ def _pair(words, byte, left, right, before_left, before_right):
 def _layer(words, numbers, longs, doubles, row, column, inside, first_row, first_column, rows, columns,
            FLOATING: tl.constexpr, PRECISION: tl.constexpr, FRACTION: tl.constexpr, OUTSIDE: tl.constexpr,
            LAYER: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
-    """Blue, green and red of one layer, of which the pointers are at the beginning: int32, int64 and float64."""
+    """Blue, green and red of the layer at which `numbers` (int32), `longs` (int64) and `doubles` (float64) begin."""
     x, across = _positions(doubles, row, column, inside, FLOATING, PRECISION, FRACTION)
     y, down = _positions(doubles + 3, row, column, inside, FLOATING, PRECISION, FRACTION)
     lowest_x, highest_x = _bounds(doubles, first_row, first_column, rows, columns)
     lowest_y, highest_y = _bounds(doubles + 3, first_row, first_column, rows, columns)
-    one = tl.zeros_like(x) + OUTSIDE * 65793  # in all three bytes
+    one = tl.zeros_like(x) + OUTSIDE * 0x010101  # in all three bytes
     two, three, four = one, one, one
     for number in range(tl.load(numbers + LAYER // 4 - 2)):
         place = LAYER + number * TILE
@@ -102,13 +103,13 @@ def _layer(words, numbers, longs, doubles, row, column, inside, first_row, first
 
 @triton.jit
 def _blended(one, two, ratio):
-    """See pixel_ops.blended: float64, cut off."""
+    """See pixel_ops.blended: in float64, then truncated."""
     return (one.to(tl.float64) * ratio + two.to(tl.float64) * (1 - ratio)).to(tl.int32)
 
 
 @triton.jit
 def _scaled(level, factor):
-    """A saturation or value times a factor, cut off, as Colours.tables has it."""
+    """A saturation or value times a factor, truncated, as Colours.tables has it."""
     return tl.minimum(tl.maximum((level.to(tl.float64) * factor).to(tl.int32), 0), 255)
 
 
@@ -127,20 +128,20 @@ def _recoloured(blue, green, red, factors, divisions, colours, inside, FORMULA: 
 
 @triton.jit
 def _pasted(rgb, pixels, numbers, row, column, inside, OBJECT: tl.constexpr):
-    """`rgb` with the object on it of which the pointers are at the beginning, uint8 and int32; and its bytes."""
+    """`rgb` with the object over it at which `pixels` (uint8) and `numbers` (int32) begin; and the object's bytes."""
     x, y, w, h = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2), tl.load(numbers + 3)
     hit = inside & (row >= y) & (row < y + h) & (column >= x) & (column < x + w)
     pasted = _look_up(pixels + OBJECT + ((row - y) * w + column - x) * 3, hit)
-    blue, green, red = (pasted & 255) << 16, pasted & 65280, pasted >> 16
-    rgb = tl.where(blue > 0, rgb & 65535 | blue, rgb)
-    rgb = tl.where(green > 0, rgb & 16711935 | green, rgb)
-    rgb = tl.where(red > 0, rgb & 16776960 | red, rgb)
+    blue, green, red = (pasted & 0xFF) << 16, pasted & 0xFF00, pasted >> 16
+    rgb = tl.where(blue > 0, rgb & 0x00FFFF | blue, rgb)
+    rgb = tl.where(green > 0, rgb & 0xFF00FF | green, rgb)
+    rgb = tl.where(red > 0, rgb & 0xFFFF00 | red, rgb)
     return rgb, OBJECT + w * h * 3
 
 
 @triton.jit
 def _flipped(numbers, first, count, size, is_flipped):
-    """Row or column `numbers`, the first of them and the way to the last of `count`, perhaps counted from the end."""
+    """Row (column) numbers, the first one, and the signed way to the last of `count`; all mirrored if `is_flipped`."""
     return (
         tl.where(is_flipped, size - 1 - numbers, numbers),
         tl.where(is_flipped, size - 1 - first, first),
@@ -202,5 +203,5 @@ def compose(store, recipes, pixels, tables, mode, images):
         pixels, pixels.view(torch.int32), tables.divisions, tables.colours, images, height, width, tables.has_formula,
         mode == deferred.FLOATING, deferred.PRECISION, deferred.FRACTION, deferred.OUTSIDE, layout.HEADER.size,
         layout.LAYER.size, layout.TILE.size, layout.LAYER_BYTES, layout.START, layout.OBJECT.size, layout.ALIGNMENT,
-        ROWS, COLUMNS, num_warps=WARPS, enable_fp_fusion=False,  # sums, products are rounded one by one, but for tl.fma
+        ROWS, COLUMNS, num_warps=WARPS, enable_fp_fusion=False,  # only tl.fma rounds a product and a sum at once
     )  # fmt: skip

@@ -16,8 +16,7 @@ from utils.system.memory import describe_bytes
 
 logger = logging.getLogger(__name__)
 
-
-# What batches take that nobody has asked to keep: at most these shares of the card, and of the host's free memory
+# Without --cache-images gpu kept batches take at most these shares of the card, and of the free memory of the host.
 UNASKED_ON_CARD, UNASKED_ON_HOST = 0.02, 0.25
 
 
@@ -52,7 +51,10 @@ class KeptBatches:
 
 
 def keep(loader: Any, *, device: torch.device, step_cost: Callable[[], tuple], is_asked: bool = True) -> Any:
-    """`loader` as KeptBatches on the card, or in page-locked memory; itself where neither has room."""
+    """`loader` as KeptBatches on the card, or in page-locked memory; itself where neither has room.
+
+    `is_asked`: with --cache-images gpu, which gives them all the room that training leaves; `step_cost` measures it.
+    """
     num_bytes = bytes_of_batches(loader.dataset)
     on_card, why = room_on_card(device, num_bytes, step_cost) if is_asked else room_unasked(device)
     on_host = room_on_host() * (1 if is_asked else UNASKED_ON_HOST)

@@ -1,10 +1,10 @@
-"""Samples that are only drawn: a worker writes a recipe of the image instead of the image, and its targets later.
+"""Samples without pixels: a worker makes the random draws and writes a recipe, from which the GPU makes the image.
 
-A recipe is RECIPE bytes: HEADER, then two layers, of which a mixup needs both. A layer is LAYER, the way back from a
-pixel of the image to a canvas, and then what lies on the canvas, TILES_MOST times TILE. The kernel
-(compose_triton.py) reads the canvases from the images of an ImageStore.
+A recipe is RECIPE bytes: HEADER, then two layers; the second one is used by mixup. A layer is LAYER, the transform from
+a pixel of the image back to a canvas, then TILES_MOST times TILE, the stored images that lie on the canvas. The kernel
+(compose_triton.py) reads them from an ImageStore. The targets of a whole micro-batch are made at once (`finish`).
 
-What a worker has to make itself lies in the sample's place among the pixels of the batch: pasted objects, each of them
+What a worker still has to make lies in the sample's place among the pixels of the batch: pasted objects, each of them
 OBJECT and then its pixels, up to a multiple of ALIGNMENT bytes; or, in a recipe without layers, the whole image, if a
 step is asked for that no kernel makes with the same bytes (perspective, copy-paste, resizing in a letterbox).
 
@@ -40,7 +40,7 @@ LAYER_BYTES = LAYER.size + TILES_MOST * TILE.size
 RECIPE = HEADER.size + 2 * LAYER_BYTES
 USED, START = 5 * 4, 6 * 4  # bytes of the header in front of these two
 UNMOVED = 1.0, 0.0, 0.0, 0.0, 1.0, 0.0
-KEPT = 2**24  # bytes
+REUSED_BYTES = 2**24  # see RecipeDataset
 NO_LABELS = np.zeros((0, 5), np.float32)
 
 
@@ -48,7 +48,8 @@ class DrawnSample:
     """What a sample has in the place of its targets, to be completed by `RecipeDataset.finish`.
 
     `image` is a DrawnImage, or its pixels; `labels` [n x 5: class, x1, y1, x2, y2], None for those of the layers;
-    `place` the pixels' place in the batch; `generator` the state of Python's, if objects are still to be pasted in.
+    `place` the pixels' place in the batch; `generator` the state of Python's random numbers, if objects are still to be
+    pasted in.
     """
 
     __slots__ = ("flips", "generator", "image", "labels", "place")
@@ -61,13 +62,14 @@ class DrawnSample:
 class RecipeDataset(LoadImagesAndLabels):
     """`dataset`, whose `image_store` a kernel reads: its samples have a DrawnSample in the place of their targets.
 
-    `finish` makes the labels of a whole micro-batch at once. Draws of paste-in depend on them, so there is its place as
-    well. What turns or slants has its labels, from the reference, before.
+    `finish` makes the labels of a whole micro-batch at once. Paste-in needs the labels, so `finish` does it, too. With
+    rotation, shear, perspective or copy-paste the reference makes the labels, in `__getitem__`.
     """
 
     def __init__(self, dataset):
         vars(self).update(vars(dataset))  # the same lists and images; nothing is read again
-        np.empty(KEPT, np.uint8)  # once this is freed, malloc keeps as much, instead of new pages for each large array
+        # Freeing this raises glibc's mmap threshold: later arrays up to this size reuse memory, and need no new pages.
+        np.empty(REUSED_BYTES, np.uint8)
         self.labels_wait = not any(self.hyp.get(key) for key in ("degrees", "shear", "perspective", "copy_paste"))
 
     def __getitem__(self, index):
@@ -84,7 +86,7 @@ class RecipeDataset(LoadImagesAndLabels):
             sample.image = self.recolour(img, colours, now=is_pasting)
             if is_pasting and labels is None:
                 sample.generator = random.getstate()
-                random.seed(random.getrandbits(64))  # without --seed, the next sample is not to draw the same numbers
+                random.seed(random.getrandbits(64))  # or the next sample, without --seed, would draw the same numbers
             else:
                 self._paste_and_flip(sample, is_pasting)
         sample.place = self.pixels(sample.image)
@@ -260,17 +262,17 @@ def _write_layers(layers, places, recipes, offsets):
     make_matrices([affine for affine in affines if affine])
     backs = [cv2.invertAffineTransform(affine.matrix[:2]).ravel() if affine else UNMOVED for affine in affines]
     layer, (image, *box) = tile_numbers(canvases)
-    frames = np.array([(canvas.window or (0, 0), canvas.shape[1::-1]) for canvas in canvases])
+    window, end = np.array([(canvas.window or (0, 0), canvas.shape[1::-1]) for canvas in canvases]).transpose(1, 2, 0)
     corner, size = np.array(box).reshape(2, 2, -1)
-    corner = corner - frames[:, 0].T.take(layer, 1)
-    low, high = np.maximum(corner, 0), np.minimum(corner + size, frames[:, 1].T.take(layer, 1))
+    corner = corner - window.take(layer, 1)  # in pixels of the canvas
+    low, high = np.maximum(corner, 0), np.minimum(corner + size, end.take(layer, 1))
 
     tiles = np.zeros((len(layer), TILE.size // 4), np.int32)
     tiles.view(np.int64)[:, 0] = offsets.take(image) - 3 * (corner[1] * size[0] + corner[0])
     tiles[:, 2], tiles[:, 3:5], tiles[:, 5:7] = size[0], low.T, high.T
     shown = (low < high).all(0)
     tiles, layer = tiles[shown], layer[shown]
-    begins = layer.searchsorted(np.arange(len(layers) + 1))
+    begins = layer.searchsorted(np.arange(len(layers) + 1))  # where the tiles of each layer begin
 
     heads = np.zeros((len(layers), LAYER.size // 8))
     heads[:, :-1], heads.view(np.int32)[:, -2] = backs, np.diff(begins)
@@ -280,5 +282,5 @@ def _write_layers(layers, places, recipes, offsets):
 
 
 def _words(places, form):
-    """The numbers [n x ...] of the int64 of a struct that begins at each of the bytes `places` [n]."""
+    """Indices [n x words] into an int64 array: the words of structs `form` that begin at the bytes `places` [n]."""
     return places[:, None] // 8 + np.arange(form.size // 8)

@@ -14,7 +14,7 @@ from utils.data.affine import box_candidates, make_matrices
 from utils.ops.boxes import xyxy2xywh
 from utils.ops.polygons import MAX_VERTICES, Polygons, outline_boxes
 
-LEAST_SIDE = 1  # pixels that show of the sides of a box, or it is not looked at; box_candidates asks for two
+LEAST_SIDE = 1  # pixels: boxes of which less shows are dropped at once; `box_candidates` would drop them later
 
 
 def targets_of(samples, first=0):
@@ -114,7 +114,7 @@ def outlines(polygons, layer, affines, scaling, shift):
     `scaling` and `shift` [2 x layers] are those of the affines. Zeros for an outline that is not seen.
     """
     counts = polygons.counts
-    if counts.max() > MAX_VERTICES:  # these one by one; there are few
+    if counts.max() > MAX_VERTICES:  # there are few: one by one
         boxes, short = np.empty((4, len(counts))), counts <= MAX_VERTICES
         if short.any():
             boxes[:, short] = outlines(polygons.chosen(short), layer[short], affines, scaling, shift)
