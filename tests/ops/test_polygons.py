@@ -104,6 +104,22 @@ def test_boxes_equal_those_of_all_points_when_turned():
     np.testing.assert_allclose(warp.polygon_boxes(polygons), direct_boxes(warp, polygons), rtol=0, atol=1e-11)
 
 
+def test_boxes_of_edges_that_turn_onto_the_border():
+    """Their ends have equal coordinates there, but rounding takes some of the points between them out of the image."""
+    rng, num_flat = np.random.default_rng(1), 0
+    for angle, *shift in rng.uniform((0, -32, -32), (2 * np.pi, 96, 96), (400, 3)):
+        turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+        triangle = (np.array([[-20, 0], [rng.uniform(10, 60), 0], [20, -30]]) - shift) @ turn
+        warp = Affine(np.block([[turn, np.array(shift)[:, None]], [0, 0, 1]]), 1.0, 64, 64, False)
+        first, second, _ = warp.points(triangle)
+        if first[1] == second[1] >= 0:
+            num_flat += 1
+            np.testing.assert_allclose(
+                warp.polygon_boxes([triangle]), direct_boxes(warp, [triangle]), rtol=0, atol=1e-9
+            )
+    assert num_flat > 50
+
+
 def test_polygons_of_many_vertices_take_the_direct_way():
     angles = np.linspace(0, 2 * np.pi, 1500, endpoint=False)
     round_one = np.stack((40 + 30 * np.cos(angles), 50 + 45 * np.sin(angles)), axis=1).astype(np.float32)

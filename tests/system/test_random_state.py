@@ -120,3 +120,17 @@ def test_seed_of_an_epoch():
     state = random.getstate()
     random_state.seed_epoch(None, 1)
     assert random.getstate() == state
+
+
+@pytest.mark.parametrize("numbers", [(0, 0), (7, 2**32 - 1, 0), (2**32, 1), (2**70, 5), (-1, 3), (3, -(2**40))])
+def test_generators_are_seeded_as_numpy_spreads_the_numbers(numbers):
+    """Whichever way they are handed over; NumPy 1 takes a negative one in an array of uint32 for a large one."""
+    if min(numbers) < 0:
+        with pytest.raises(ValueError, match="non-negative"):
+            random_state.seed_generators(*numbers)
+        return
+    random_state.seed_generators(*numbers)
+    found = random.random(), np.random.random()
+    state = np.random.SeedSequence(numbers).generate_state(8)
+    random.seed(state.tobytes()), np.random.seed(state)
+    assert found == (random.random(), np.random.random())

@@ -113,7 +113,7 @@ def _extremes_of_cut(cut, edges, corner, side, begin, end, move, limit):
     first and last point. Only the points beside the border are looked at; all points where rounding may decide.
     """
     first, last, distance, place = edges
-    beside, is_certain = _beside_border(begin, end, first, last, limit)
+    beside, is_certain = _beside_border(begin, end, side, first, last, limit)
     num_points = np.where(is_certain, len(beside), last - first + 1).astype(np.int64)
     begins = num_points.cumsum() - num_points
     rows = np.concatenate(([first - begins, distance, place], corner, side)).repeat(num_points, axis=1)
@@ -127,14 +127,16 @@ def _extremes_of_cut(cut, edges, corner, side, begin, end, move, limit):
     )
 
 
-def _beside_border(begin, end, first, last, limit):
+def _beside_border(begin, end, side, first, last, limit):
     """The numbers of the points beside those places where edges enter and leave the image [4 x e].
 
-    The edges go from `begin` to `end` [2 x e], points number `first` to `last` [e]. And whether that is certain [e].
+    The edges go from `begin` to `end` [2 x e], points number `first` to `last` [e]; they were `side` [2 x e] before.
+    And whether that is certain [e].
     """
     span = end - begin
     is_flat = abs(span) < LEAST_SPAN
-    is_certain = ((span == 0) | ~is_flat).all(0)
+    # between equal ends of an edge that was not flat before, as of one that is turned, rounding moves points
+    is_certain = (~is_flat | (span == 0) & (side == 0)).all(0)
     span[is_flat] = 1  # whatever is not 0: it enters and leaves by the other axis
     one, other = -begin / span, (limit - begin) / span
     enters = np.where(is_flat, 0, np.minimum(one, other)).max(0)

@@ -13,8 +13,9 @@ SAMPLE, GROUP, ORDER, EPOCH = range(4)
 
 
 def seed_generators(*numbers):
-    """Seed Python's and NumPy's global generators from non-negative integers."""
-    words = np.array(numbers, np.uint32) if max(numbers) < 2**32 else numbers  # the same seed; NumPy is slow at lists
+    """Seed Python's and NumPy's global generators from non-negative integers; ValueError for others."""
+    is_short = min(numbers) >= 0 and max(numbers) < 2**32
+    words = np.array(numbers, np.uint32) if is_short else numbers  # the same seed; NumPy is slow at lists
     state = np.random.SeedSequence(words).generate_state(8)
     random.seed(state.tobytes())
     np.random.seed(state)

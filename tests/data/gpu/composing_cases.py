@@ -4,7 +4,10 @@ Run by test_compose.py in a process of its own: Triton reads TRITON_INTERPRET wh
 YOLOV7FAST_EPOCHS=67 compares 200 batches of each configuration.
 """
 
+import ctypes
+import mmap
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +21,8 @@ from utils.data.fast.device_augment_triton import has_formula
 from utils.data.gpu import compose, compose_triton
 from utils.data.gpu.compose import ComposedBatch, composes, open_composing, written
 from utils.data.gpu.recipes import DrawnImage
-from utils.data.mosaic import draw_mosaic4
+from utils.data.gpu.store import ImageStore
+from utils.data.mosaic import Mosaic, Tile, draw_mosaic4
 from utils.system.random_state import seed_generators
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -128,6 +132,33 @@ def test_colours_by_formula_and_from_the_table(folder, monkeypatch):
     colours = tables.colours.clone()
     colours[7_654_321] ^= 1
     assert not has_formula(colours)
+
+
+def guarded(data, at_end):
+    """A tensor of the bytes `data`, its first or last word beside a page that nobody may read; and what holds it."""
+    page, room = mmap.PAGESIZE, -(-data.size // mmap.PAGESIZE) * mmap.PAGESIZE
+    held = mmap.mmap(-1, room + 2 * page)
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(held))
+    for address in (begin, begin + page + room):
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), ctypes.c_size_t(page), 0) == 0
+    start = page + (room - -(-data.size // 4) * 4 if at_end else 0)
+    pixels = np.frombuffer(held, np.uint8)[start : start + data.size]
+    pixels[:] = data
+    return torch.from_numpy(pixels), held
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="guards the memory of the host")
+@pytest.mark.parametrize("at_end", [False, True])
+@pytest.mark.parametrize("width", [4, 5, 6, 7])
+def test_no_word_beyond_the_images_is_read(width, at_end):
+    """A read beside them would end this process."""
+    img = np.random.default_rng(0).integers(0, 256, (5, width, 3)).astype(np.uint8)
+    pixels, _held = guarded(img.ravel(), at_end)
+    one = SimpleNamespace(img_size=64, imgs=[img], shapes=np.array([[width, 5]]))
+    canvas = Mosaic(one, [Tile(0, 10, 20, width, 5)])
+    image = DrawnImage(canvas, Affine(np.array([[1, 0, 0.5], [0, 1, 0.5], [0, 0, 1]]), 1, 64, 64, False))
+    found = written([image], ImageStore(pixels, [img.shape[:2]])).on_device(room())[0].permute(1, 2, 0).numpy()
+    assert np.array_equal(found[..., ::-1], np.asarray(image))
 
 
 @pytest.mark.gpu

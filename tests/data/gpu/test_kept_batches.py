@@ -93,6 +93,16 @@ def test_unasked_they_take_a_share_of_the_memory(validation, monkeypatch, caplog
     assert isinstance(keep_with(51 * num_bytes, 0), KeptBatches) and "stay on the GPU" in caplog.messages[-1]
 
 
+def test_processes_share_the_memory_of_the_host(validation, monkeypatch):
+    loader = validation(**FORMS["share"])
+    assert (loader.dataset.n, loader.dataset.total) == (2, 12)
+    num_bytes = kept_batches.bytes_of_batches(loader.dataset)
+    simulate(monkeypatch, 0, 5 * num_bytes)
+    assert kept(loader) is loader
+    simulate(monkeypatch, 0, 7 * num_bytes)
+    assert isinstance(kept(loader), KeptBatches)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("on_card", [10**9, 0])
 def test_on_a_gpu(on_card, validation, monkeypatch):

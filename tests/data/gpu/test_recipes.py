@@ -2,16 +2,19 @@
 
 import inspect
 import random
+import re
 
 import numpy as np
 import pytest
 import torch
 
-from tests.data.gpu.configurations import CONFIGURATIONS, dataset_of
+from tests.data.gpu.configurations import CONFIGURATIONS, dataset_of, open_loader, store_of
 from utils.data.affine import Affine
+from utils.data.fast.shm_batches import LateSteps
 from utils.data.gpu.recipes import HEADER, LAYER, OBJECT, RECIPE, TILE, DrawnImage, RecipeDataset, write_recipes
 from utils.data.mosaic import Mosaic, Tile
 from utils.data.transforms import Colours
+from utils.data.worker_errors import LoaderError
 from utils.datasets import LoadImagesAndLabels
 from utils.system.random_state import seed_generators
 
@@ -60,6 +63,27 @@ def test_without_a_seed_no_numbers_are_drawn_twice(folder):
         random.setstate(state)
         numbers.append(random.random())
     assert len(set(numbers)) == 4
+
+
+def test_an_error_while_objects_are_pasted_in_names_the_sample(folder, monkeypatch):
+    changes = {"paste_in": 1, "mosaic": 1, "degrees": 0, "shear": 0}
+    _, _, paths, _ = next(iter(open_loader(folder, changes)[0]))
+    calls = []
+
+    def fail(img, labels, *_):
+        calls.append(img)
+        if len(calls) == 2:
+            raise ValueError("no such object")
+        return labels
+
+    def compose(dataset, *_):
+        dataset.image_store = store_of(dataset)
+        return LateSteps(RECIPE, RecipeDataset, lambda pixels, steps: pixels, at_once=True)
+
+    monkeypatch.setattr("utils.data.gpu.recipes.pastein", fail)
+    loader, _ = open_loader(folder, changes, worker_tensor=True, compose=compose)
+    with pytest.raises(LoaderError, match=f"^{re.escape(paths[1])}: no such object$"):
+        next(iter(loader))
 
 
 def test_a_recipe_by_hand(folder):

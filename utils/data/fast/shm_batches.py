@@ -38,8 +38,9 @@ class LateSteps(NamedTuple):
 
     `dataset(data set)` is the form of a data set whose samples write them where its `begin` says, and
     `batch(pixels, steps)` what the loader yields as images. `room` is what a sample needs in a batch, in images.
-    `at_once`: it has `finish(samples, number, steps)` instead, which writes the `steps` [n x num_bytes] of a task, and
-    makes the targets [n x 6] of what its samples have in their place; `number` is that of the first one in its batch.
+    `at_once`: it has `finish(samples, number, steps, begin)` instead, which writes the `steps` [n x num_bytes] of a
+    task, and makes the targets [n x 6] of what its samples have in their place; `number` is that of the first one in
+    its batch, and `begin(number)` is called before something is done that may fail because of that sample.
     """
 
     num_bytes: int
@@ -157,12 +158,16 @@ class BatchWriter:
         targets, paths, shapes = [], [], []
         keys = {position: tuple(key) for position, key in enumerate(self.ring.keys[slot, start:stop].tolist(), start)}
         steps, at_once = (self.ring.steps(slot), self.late.at_once) if self.late else (None, False)
+
+        def begin(position):
+            doing[:] = self.current = slot, position
+
         for number in range(start // self.group_size, -(-stop // self.group_size)):
             first = number * self.group_size
             samples = []
             for position in range(first, min(first + self.group_size, stop)):
                 self.is_placed = False
-                doing[:] = self.current = slot, position  # before it begins, for it may be the end of this worker
+                begin(position)  # first of all, for it may be the end of this worker
                 if self.late and not at_once:
                     self.source.dataset.begin(steps[position])
                 samples.append(self.source[keys[position]])
@@ -177,7 +182,7 @@ class BatchWriter:
             shapes += [shape for _, _, _, shape in samples]
         first = start // self.group_size
         if at_once:
-            targets = self.source.dataset.finish(targets, first, steps[start:stop])
+            targets = self.source.dataset.finish(targets, first, steps[start:stop], begin)
         else:
             targets = _numbered(targets, first)
         return targets, tuple(image.shape), paths, shapes

@@ -54,10 +54,12 @@ def keep(loader: Any, *, device: torch.device, step_cost: Callable[[], tuple], i
     """`loader` as KeptBatches on the card, or in page-locked memory; itself where neither has room.
 
     `is_asked`: with --cache-images gpu, which gives them all the room that training leaves; `step_cost` measures it.
+    The batches of a process that validates a share of the images get such a share of the host's memory.
     """
     num_bytes = bytes_of_batches(loader.dataset)
     on_card, why = room_on_card(device, num_bytes, step_cost) if is_asked else room_unasked(device)
-    on_host = room_on_host() * (1 if is_asked else UNASKED_ON_HOST)
+    share = loader.dataset.n / loader.dataset.total  # the other processes ask for as much at the same time
+    on_host = room_on_host() * share * (1 if is_asked else UNASKED_ON_HOST)
     problems, size = [why], describe_bytes(num_bytes)
     for place in possible_places(num_bytes, on_card, on_host, workers_read=False):
         try:

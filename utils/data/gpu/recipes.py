@@ -99,15 +99,19 @@ class RecipeDataset(LoadImagesAndLabels):
             if random.random() < self.hyp[key]:
                 sample.image, sample.flips[axis] = self.flip(sample.image, axis), True
 
-    def finish(self, samples, first, recipes):
-        """Write the `recipes` [n x RECIPE] of DrawnSamples, and return their targets [n x 6], numbered from `first`."""
+    def finish(self, samples, first, recipes, begin=lambda number: None):
+        """Write the `recipes` [n x RECIPE] of DrawnSamples, and return their targets [n x 6], numbered from `first`.
+
+        `begin(number)` is called before objects are pasted into a sample, for which files may be read.
+        """
         waiting = [sample for sample in samples if sample.labels is None]
         made = iter(warped_labels([layer for sample in waiting for layer in sample.image.layers]))
         for sample in waiting:
             parts = [next(made) for _ in sample.image.layers]
             sample.labels = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        for sample in samples:
+        for number, sample in enumerate(samples, first):
             if sample.generator:
+                begin(number)
                 random.setstate(sample.generator)
                 self._paste_and_flip(sample, is_pasting=True)
                 if not sample.image.write_objects(sample.place):
