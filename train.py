@@ -32,7 +32,7 @@ from utils.data.sampler import draw_image_indices, labels_to_class_weights
 from utils.engine import early_stopping, overfit, resume
 from utils.engine import optimizer as optim
 from utils.engine.autoanchor import check_anchors
-from utils.engine.batches import FromTheStart, Trainable, multi_scaled
+from utils.engine.batches import FromStart, Trainable, multi_scaled
 from utils.engine.checkpoint import NoCheckpoints
 from utils.engine.checkpoint_reader import check_finite, read_checkpoint, take_body, transfer
 from utils.engine.ema import ModelEMA
@@ -123,8 +123,7 @@ def train(given):
                   paths.forward(called))  # fmt: skip
     paths.ahead(steps, (min(opt.batch_size, len(loaders.dataset)), 3, loaders.image_size, loaders.image_size),
                 num_batches * (progress.epochs - progress.start_epoch))  # fmt: skip
-    validate = partial(validate_ema, run, paths, trainer.ema, FromTheStart(loaders.val), validation_loss,
-                       steps.with_room)  # fmt: skip
+    validate = partial(validate_ema, run, paths, trainer.ema, FromStart(loaders.val), validation_loss, steps.with_room)
 
     started = time.monotonic()
     trainable = Trainable(int(model.stride.max()), ranks.world_size > 1)

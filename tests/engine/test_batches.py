@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from utils.data.epoch_loader import InfiniteDataLoader
-from utils.engine.batches import Batch, FromTheStart, Trainable, multi_scaled, plain
+from utils.engine.batches import Batch, FromStart, Trainable, multi_scaled, plain
 
 
 def batches(*shapes):
@@ -115,7 +115,7 @@ def test_one_of_several_processes_makes_a_step_of_each_batch(caplog):
 @pytest.mark.parametrize("num_taken", [0, 1, 3, 4])
 def test_a_pass_begins_with_the_first_batch_after_one_that_was_left(goes_on, num_taken):
     loader = InfiniteDataLoader(range(4), batch_size=1) if goes_on else DataLoader(range(4), batch_size=1)
-    passes = FromTheStart(loader)
+    passes = FromStart(loader)
     for _ in range(2):
         assert [batch.item() for batch, _ in zip(passes, range(num_taken), strict=False)] == [*range(num_taken)]
         assert [batch.item() for batch in passes] == [0, 1, 2, 3] and len(passes) == 4

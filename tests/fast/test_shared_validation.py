@@ -8,7 +8,7 @@ import pytest
 
 from tests.fast.test_validation import case  # noqa: F401
 from utils.datasets import create_dataloader
-from utils.engine.batches import FromTheStart
+from utils.engine.batches import FromStart
 from utils.engine.evaluate import evaluate
 from utils.fast import shared_validation
 from utils.fast.validation import FastValidation
@@ -92,7 +92,7 @@ def test_a_second_attempt_asks_the_others_for_nothing_more(case, function, monke
     for processes.rank in (1, 0):
         share, _ = open_share(loader.dataset.path, (processes.rank, 2), rect=True, workers=0)
         evaluates = shared_validation.shared(partial(function, compute_loss=compute_loss), with_room)
-        found = evaluates(model, FromTheStart(share), 2, NAMES)
+        found = evaluates(model, FromStart(share), 2, NAMES)
         num_sent.append(len(processes.lists) if processes.rank else processes.calls)
     assert len(num_tries) == 2 and num_sent[0] == num_sent[1] == (2 if function is fast else 3)
     assert found.results == expected.results and found.scores.num_images == 14

@@ -34,7 +34,7 @@ def plain(loader: Iterable, device: torch.device, targets_device: torch.device |
         yield Batch(images.to(device, non_blocking=True).float() / 255, targets.to(targets_device or device), paths)
 
 
-class FromTheStart:
+class FromStart:
     """Passes over a loader that all begin with its first batch, also after one that was left early.
 
     The loaders themselves go on where they were left, and all later passes would begin there.
