@@ -46,3 +46,15 @@ def test_nothing_is_changed_without_a_signal_or_in_another_thread():
     thread.start()
     thread.join()
     assert seen == [before] and [signal.getsignal(each) for each in NUMBERS] == before
+
+
+def test_compilers_ignore_what_their_parent_ignores():
+    """A script starts its background jobs so; exec would give a handler of Python back to the kernel, which kills."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with signals.sigterm_raised(), signals.held_back():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN and callable(signal.getsignal(signal.SIGTERM))
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
