@@ -34,6 +34,9 @@ def sigterm_raised() -> Iterator[None]:
 
 def _raise_terminated(number, frame):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # Workers end, too, when all processes get the signal (systemd, Slurm, `timeout`). The handler of torch's loader
+    # would raise that, over this.
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
     raise Terminated
 
 
