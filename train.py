@@ -32,7 +32,7 @@ from utils.data.sampler import draw_image_indices, labels_to_class_weights
 from utils.engine import early_stopping, overfit, resume
 from utils.engine import optimizer as optim
 from utils.engine.autoanchor import check_anchors
-from utils.engine.batches import Trainable, multi_scaled
+from utils.engine.batches import FromStart, Trainable, multi_scaled
 from utils.engine.checkpoint import NoCheckpoints
 from utils.engine.checkpoint_reader import check_finite, read_checkpoint, take_body, transfer
 from utils.engine.ema import ModelEMA
@@ -123,7 +123,7 @@ def train(given):
                   paths.forward(called))  # fmt: skip
     paths.ahead(steps, (min(opt.batch_size, len(loaders.dataset)), 3, loaders.image_size, loaders.image_size),
                 num_batches * (progress.epochs - progress.start_epoch))  # fmt: skip
-    validate = partial(validate_ema, run, paths, trainer.ema, loaders.val, validation_loss, steps.with_room)
+    validate = partial(validate_ema, run, paths, trainer.ema, FromStart(loaders.val), validation_loss, steps.with_room)
 
     started = time.monotonic()
     trainable = Trainable(int(model.stride.max()), ranks.world_size > 1)
@@ -201,8 +201,7 @@ def validate_ema(run, paths, ema, loader, compute_loss, with_room, title, is_las
     plot_dir = opt.save_dir if run.ranks.is_main else None  # the others have a share of the images, and of no scores
     scoring = partial(paths.drawn(evaluate), plot_dir=plot_dir) if is_drawn else paths.evaluate
     model = with_room(ema.ema_for_evaluation)(half=run.device.type == "cuda")
-    # within `together`: who tries again must not make the other processes do so
-    evaluation = paths.together(with_room(scoring))(
+    evaluation = paths.together(scoring, with_room)(
         model, loader, run.data.nc, names, single_cls=opt.single_cls,
         compute_loss=compute_loss, v5_metric=opt.v5_metric,
     )  # fmt: skip

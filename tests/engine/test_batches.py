@@ -4,8 +4,10 @@ import random
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from utils.engine.batches import Batch, Trainable, multi_scaled, plain
+from utils.data.epoch_loader import InfiniteDataLoader
+from utils.engine.batches import Batch, FromStart, Trainable, multi_scaled, plain
 
 
 def batches(*shapes):
@@ -107,3 +109,14 @@ def test_one_of_several_processes_makes_a_step_of_each_batch(caplog):
     targets = given[1].targets
     assert second.targets[:3].equal(targets) and second.targets[3:, 1:].equal(targets[:, 1:])
     assert (second.targets[3:, 0] == 1).all() and second.paths == ("a.png", "a.png")
+
+
+@pytest.mark.parametrize("goes_on", [True, False], ids=["endless", "anew"])
+@pytest.mark.parametrize("num_taken", [0, 1, 3, 4])
+def test_a_pass_begins_with_the_first_batch_after_one_that_was_left(goes_on, num_taken):
+    loader = InfiniteDataLoader(range(4), batch_size=1) if goes_on else DataLoader(range(4), batch_size=1)
+    passes = FromStart(loader)
+    for _ in range(2):
+        assert [batch.item() for batch, _ in zip(passes, range(num_taken), strict=False)] == [*range(num_taken)]
+        assert [batch.item() for batch in passes] == [0, 1, 2, 3] and len(passes) == 4
+    assert [batch.item() for batch in passes] == [0, 1, 2, 3]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests import step_cases
+from tests.fast.test_graph_step import OnCPU as StepsOnCPU
 from tests.fast.test_validation import case  # noqa: F401, a fixture
 from utils.engine.evaluate import evaluate
 from utils.fast import graph_network
@@ -122,6 +123,37 @@ def test_what_cannot_be_captured_is_one_warning(network, change, reason, caplog)
     (record,) = caplog.records
     assert record.levelname == "WARNING" and reason in record.message and not network.graphs
     assert network.network.num_calls >= 2 * (WARM_UP_CALLS + 2), "the ordinary way"
+
+
+def test_work_that_needs_their_memory_has_it_when_that_of_the_training_was_not_enough(network, caplog):
+    caplog.set_level("INFO")
+    graphs, _ = network
+    steps, images, attempts = StepsOnCPU(step_cases.new_trainer(batched=True)), images_of(1, 3, 8, 8), []
+
+    def work(in_the_way):
+        attempts.append((bool(steps.captured_update), len(graphs.graphs)))
+        if in_the_way():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return "done"
+
+    for in_the_way, expected in (
+        (lambda: steps.captured_update, [(True, 1), (False, 1)]),
+        (lambda: steps.captured_update or graphs.graphs, [(True, 1), (False, 1), (False, 0)]),
+        (lambda: graphs.graphs, [(True, 1), (False, 1), (False, 0)]),
+    ):
+        step_cases.run(steps, step_cases.batches(6))
+        for _ in range(WARM_UP_CALLS + 1):
+            torch.testing.assert_close(graphs.eval()(images)[0], images * 2.0)
+        attempts.clear()
+        assert steps.with_room(work)(in_the_way) == "done" and attempts == expected
+    attempts.clear()
+    with pytest.raises(torch.OutOfMemoryError):
+        steps.with_room(work)(lambda: True)
+    assert attempts == [(False, 0)] and caplog.text.count("given their memory back") == 1 + 2 + 2
+    graphs.eval()(images)
+    assert graphs.graphs and not graphs.is_off
+    steps.finish()  # for the official score
+    assert not graphs.graphs and graphs.room is None
 
 
 def test_a_network_without_bytes_has_no_graphs():

@@ -8,6 +8,7 @@ import pytest
 
 from tests.fast.test_validation import case  # noqa: F401
 from utils.datasets import create_dataloader
+from utils.engine.batches import FromStart
 from utils.engine.evaluate import evaluate
 from utils.fast import shared_validation
 from utils.fast.validation import FastValidation
@@ -64,11 +65,37 @@ def test_joined_scores_equal_those_of_one_process(case, function, world_size, mo
     processes = Processes(world_size, monkeypatch)
     for processes.rank in reversed(range(world_size)):
         share, _ = open_share(loader.dataset.path, (processes.rank, world_size), rect=True, workers=0)
-        found = shared_validation.shared(partial(function, compute_loss=compute_loss))(model, share, 2, NAMES)
+        found = shared_validation.shared(partial(function, compute_loss=compute_loss), lambda call: call)(
+            model, share, 2, NAMES
+        )
         assert processes.rank == 0 or found.scores.num_images == 0, "what the others get is from rank 0"
     assert found.results == expected.results and np.array_equal(found.maps, expected.maps)
     assert found.scores.num_predictions == expected.scores.num_predictions > 1000
     assert found.scores.num_images == 14 and "Validation:" not in caplog.text
+
+
+@pytest.mark.parametrize("function", [evaluate, fast])
+def test_a_second_attempt_asks_the_others_for_nothing_more(case, function, monkeypatch):  # noqa: F811
+    """One process is out of memory after all have sent what they found, as when rank 0 scores the whole data set."""
+    model, loader, compute_loss = case
+    expected, num_tries = function(model, loader, 2, NAMES, compute_loss=compute_loss), []
+
+    def with_room(call):
+        def tried_again():
+            call()
+            num_tries.append(1)
+            return call()
+
+        return tried_again
+
+    processes, num_sent = Processes(2, monkeypatch), []
+    for processes.rank in (1, 0):
+        share, _ = open_share(loader.dataset.path, (processes.rank, 2), rect=True, workers=0)
+        evaluates = shared_validation.shared(partial(function, compute_loss=compute_loss), with_room)
+        found = evaluates(model, FromStart(share), 2, NAMES)
+        num_sent.append(len(processes.lists) if processes.rank else processes.calls)
+    assert len(num_tries) == 2 and num_sent[0] == num_sent[1] == (2 if function is fast else 3)
+    assert found.results == expected.results and found.scores.num_images == 14
 
 
 def test_pictures_show_all_images(case, monkeypatch, tmp_path):  # noqa: F811
@@ -84,5 +111,5 @@ def test_pictures_show_all_images(case, monkeypatch, tmp_path):  # noqa: F811
     for processes.rank in (1, 0):
         share, _ = open_share(loader.dataset.path, (processes.rank, 2), rect=True, workers=0)
         plot_dir = "" if processes.rank else tmp_path
-        shared_validation.shared(evaluate)(model, share, 2, NAMES, plot_dir=plot_dir)
+        shared_validation.shared(evaluate, lambda call: call)(model, share, 2, NAMES, plot_dir=plot_dir)
     assert len(drawn) == 2 and np.array_equal(*drawn) and drawn[0].sum() > 0

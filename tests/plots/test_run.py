@@ -188,6 +188,16 @@ def test_confusion_matrix(num_classes, tmp_path):
     assert path.name == "confusion_matrix.png" and size_of(path)[0] > 800
 
 
+def test_names_that_leave_no_room_for_the_matrix_are_drawn_in_whole(tmp_path):
+    """As Chinese ones are without a font for them: with six characters for each."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        short, long = (run.plot_confusion_matrix(np.eye(4), [name] * 3, tmp_path) for name in ("x", "x" * 150))
+        pixels = np.asarray(Image.open(long).convert("L"))
+    assert pixels[:, :3].min() == pixels[-3:].min() == 255, "nothing is cut off on the left or below"
+    assert min(pixels.shape) > 1500 and short.name == "confusion_matrix.png"
+
+
 def test_plot_of_labels(tmp_path, caplog):
     rng = np.random.default_rng(0)
     labels = np.concatenate((rng.integers(0, 50, (1000, 1)), rng.random((1000, 4))), axis=1)

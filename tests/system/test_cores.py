@@ -30,13 +30,14 @@ def test_limits_of_both_versions_of_cgroup(files, limit, tmp_path):
     [
         ("0::/slice/job/step\n", 150, 2.5),  # version 2: as Slurm and systemd make them
         ("9:name=systemd:/\n4:memory:/slice/job\n2:cpu,cpuacct:/slice/job\n0::/\n", 150, 2.5),  # version 1
+        ("0::/slice/job/\xff\n", 150, 2.5),  # a byte that is no text
         ("0::/../elsewhere\n", None, None),
         ("0::/\n", None, None),
     ],
 )
 def test_limits_of_the_group_that_a_process_is_in(own, free, cores_left, tmp_path):
     """They are not at the top, where those of a container with a view of its own are."""
-    (tmp_path / "own").write_text(own)
+    (tmp_path / "own").write_bytes(own.encode("latin1"))
     version_1 = {
         "memory/slice/job": {"memory.limit_in_bytes": "1000", "memory.usage_in_bytes": "900",
                              "memory.stat": "total_inactive_file 50"},

@@ -10,6 +10,14 @@ from utils.system import signals
 NUMBERS = signal.SIGINT, signal.SIGTERM
 
 
+@pytest.fixture(autouse=True)
+def ends_of_children():
+    """A process that ends does not listen to them any more."""
+    before = signal.getsignal(signal.SIGCHLD)
+    yield
+    signal.signal(signal.SIGCHLD, before)
+
+
 @pytest.mark.parametrize(
     ("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, signals.Terminated)]
 )
@@ -46,3 +54,29 @@ def test_nothing_is_changed_without_a_signal_or_in_another_thread():
     thread.start()
     thread.join()
     assert seen == [before] and [signal.getsignal(each) for each in NUMBERS] == before
+
+
+def test_compilers_ignore_what_their_parent_ignores():
+    """A script starts its background jobs so; exec would give a handler of Python back to the kernel, which kills."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with signals.sigterm_raised(), signals.held_back():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN and callable(signal.getsignal(signal.SIGTERM))
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_workers_that_end_by_the_same_signal_are_no_error():
+    """Nor does a search take it for one of its candidate, and go on."""
+
+    def of_torch(number, frame):
+        raise RuntimeError("DataLoader worker is killed by signal")
+
+    signal.signal(signal.SIGCHLD, of_torch)
+    with pytest.raises(signals.Terminated), signals.sigterm_raised():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            signal.raise_signal(signal.SIGCHLD)

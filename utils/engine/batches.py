@@ -34,6 +34,28 @@ def plain(loader: Iterable, device: torch.device, targets_device: torch.device |
         yield Batch(images.to(device, non_blocking=True).float() / 255, targets.to(targets_device or device), paths)
 
 
+class FromStart:
+    """Passes over a loader that all begin with its first batch, also after one that was left early.
+
+    The loaders themselves go on where they were left, and all later passes would begin there.
+    """
+
+    def __init__(self, loader):
+        self.loader, self.num_given = loader, 0  # of a pass that is not complete
+
+    def __len__(self):
+        return len(self.loader)
+
+    def __iter__(self):
+        if self.num_given:
+            for _ in zip(range(len(self.loader) - self.num_given), self.loader, strict=False):
+                pass
+        for number, batch in enumerate(self.loader, 1):
+            self.num_given = number
+            yield batch
+        self.num_given = 0
+
+
 def multi_scaled(batches, image_size, stride):
     """Resize each batch to a random size of 0.5 to 1.5 times `image_size`, a multiple of `stride` (both in pixels).
 

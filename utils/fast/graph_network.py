@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from utils.ops.cuda_graph import WARM_UP_CALLS, Captured, record
+from utils.ops.cuda_graph import WARM_UP_CALLS, Captured, holders, record
 from utils.system.memory import describe_bytes
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ class GraphNetwork(nn.Module):
         self.network, self.is_off = network, False
         self.num_calls, self.graphs = Counter(), {}  # by image shape
         self.pool, self.room = None, None  # the memory of all graphs; the place [bytes] for the images of any of them
+        holders.add(self)
 
     def forward(self, images):
         """The output of `network` for images uint8 [b x ch x h x w] on its device."""
@@ -81,8 +82,14 @@ class GraphNetwork(nn.Module):
 
     def _give_up(self, reason):
         logger.warning("--fast-val: the network runs without CUDA graphs (%s)", reason)
+        self.is_off = True
+        self.free_graphs()
+
+    def free_graphs(self):
+        """Let the graphs go; they are captured again when their shapes come. Returns whether there were any."""
         self.wait()
-        self.is_off, self.graphs, self.room = True, {}, None
+        had_any, self.graphs, self.room = bool(self.graphs), {}, None
+        return had_any
 
     def record(self, body):
         """Capture `body`; returns the graph and what `body` returned, which each replay writes anew."""

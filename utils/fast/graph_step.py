@@ -13,8 +13,9 @@ itself executes nothing. So neither disturbs the statistics of BatchNorm, the mo
 
 The graph of a shape has room for the candidates of the largest batch so far and some more (`PaddedSizes`); a larger
 batch makes it be captured again, an exceptionally crowded one is trained without it. Graphs keep the memory of their
-work. What finds too little memory beside them (the last batch of an epoch, a validation, a checkpoint) is done a
-second time without them (`with_room`); they are captured again when their next batch comes.
+work. What finds too little memory beside them (the last batch of an epoch, a validation, a checkpoint) is done again
+without them, and at last without those of the validation (`with_room`); they are captured again when their next batch
+comes.
 """
 
 import gc
@@ -26,7 +27,15 @@ import torch
 
 from utils.fast.train_step import FastSteps
 from utils.loss.batched import grid_shapes
-from utils.ops.cuda_graph import MAX_KEYS, WARM_UP_CALLS, Captured, PaddedSizes, record
+from utils.ops.cuda_graph import (
+    MAX_KEYS,
+    WARM_UP_CALLS,
+    Captured,
+    PaddedSizes,
+    free_all_graphs,
+    holders,
+    record,
+)
 from utils.system.files import counted
 from utils.system.memory import is_out_of_memory
 
@@ -56,6 +65,7 @@ class GraphSteps(FastSteps):
         if self.is_off:
             logger.warning("--cuda-graph: %s; steps are made without a graph", self.is_off)
         self.open_stream()
+        holders.add(self)
 
     def open_stream(self):
         self.stream, self.pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
@@ -69,7 +79,7 @@ class GraphSteps(FastSteps):
 
     def finish(self):
         super().finish()
-        self._free_graphs()  # for what follows, such as the official score
+        free_all_graphs()  # for what follows, such as the official score
         logger.info(
             "CUDA graph: %s", ", ".join(f"{counted(count, 'step')} {kind}" for kind, count in self.counts.items())
         )
@@ -118,28 +128,29 @@ class GraphSteps(FastSteps):
         return partial(self._with_room, call)
 
     def _with_room(self, call, *args, **options):
-        try:
-            return call(*args, **options)
-        except RuntimeError as error:
-            if not is_out_of_memory(error) or not self._free_graphs():
-                raise
-        # Outside of the handler: the error keeps what `call` had allocated.
-        logger.info("CUDA graphs have given their memory back, which other work needs; they are captured again")
-        self.trainer.optimizer.zero_grad()  # of a step that has failed
-        gc.collect()
-        torch.cuda.empty_cache()
-        return call(*args, **options)
+        ways = iter((self.free_graphs, free_all_graphs))  # those of a validation, too, if ours were not enough
+        while True:
+            try:
+                return call(*args, **options)
+            except RuntimeError as error:
+                if not is_out_of_memory(error) or not any(free() for free in ways):
+                    raise
+            # Outside of the handler: the error keeps what `call` had allocated.
+            logger.info("CUDA graphs have given their memory back, which other work needs; they are captured again")
+            self.trainer.optimizer.zero_grad()  # of a step that has failed
+            gc.collect()
+            torch.cuda.empty_cache()
 
-    def _free_graphs(self):
+    def free_graphs(self):
         """Let the graphs go, whose memory is of no use to other work; returns whether there was one.
 
         They are captured again when their next batch comes.
         """
-        holders = [shape for shape in self.shapes.values() if shape.captured]
-        if not holders and self.captured_update is None:
+        captured = [shape for shape in self.shapes.values() if shape.captured]
+        if not captured and self.captured_update is None:
             return False
         self.wait()
-        for shape in holders:
+        for shape in captured:
             shape.captured = None
         self.captured_update = None
         return True

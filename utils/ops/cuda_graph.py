@@ -5,6 +5,7 @@ whatever changes the work) after `WARM_UP_CALLS` ordinary calls. A replay copies
 """
 
 import gc
+from weakref import WeakSet
 
 import torch
 
@@ -12,6 +13,16 @@ WARM_UP_CALLS = 3  # before the first capture: cuDNN chooses its kernels, and al
 MAX_KEYS = 8  # graph keys of one user; further ones go without a graph
 CROWDED_RATIO = 1.5  # times the work of the padded sizes: such a batch goes without a graph,
 MAX_CROWDED = 20  # unless there were so many of them: then the graph is enlarged
+
+holders: WeakSet = (
+    WeakSet()
+)  # all that have graphs; their `free_graphs()` lets these go, and says whether there were any
+
+
+def free_all_graphs() -> bool:
+    """Let all graphs go, whose memory is of no use to other work; returns whether there were any."""
+    freed = [holder.free_graphs() for holder in tuple(holders)]
+    return any(freed)
 
 
 def record(body, pool=None, stream=None):

@@ -4,6 +4,7 @@ Everything draws through matplotlib's object interface (Figure, never pyplot): n
 thread. matplotlib is imported when the first plot is drawn.
 """
 
+import warnings
 from io import BytesIO
 from pathlib import Path
 
@@ -43,11 +44,24 @@ def save_figure(figure, path):
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     use_fonts(figure)
-    content = BytesIO()  # drawing takes longest: a kill meanwhile leaves no temporary file
-    figure.savefig(content, format=path.suffix[1:], dpi=150)  # its layout leaves nothing to be cut off
+    content = _drawn(figure, format=path.suffix[1:], dpi=150)  # it takes longest: a kill leaves no temporary file
     with atomic_write(path) as file:
-        file.write(content.getvalue())
+        file.write(content)
     return path
+
+
+def _drawn(figure, **options):
+    """The bytes of a figure. Its layout leaves nothing to be cut off; where names are too long for it, it grows."""
+    content = BytesIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "constrained_layout not applied")
+        try:
+            figure.savefig(content, **options)
+        except UserWarning:
+            figure.set_layout_engine("none")
+            content = BytesIO()
+            figure.savefig(content, **options, bbox_inches="tight")
+    return content.getvalue()
 
 
 def set_title(ax, text):

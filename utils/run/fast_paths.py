@@ -35,8 +35,13 @@ LOADER_FLAGS = ("fast", "fast_dataloader", "persistent_workers", "worker_tensor"
 
 
 def itself(chosen: Any) -> Any:
-    """The reference of some seams: a model makes its own forward pass, a Trainer its own steps, one rank validates."""
+    """The reference of some seams: a model makes its own forward pass, a Trainer its own steps."""
     return chosen
+
+
+def by_one(evaluate: Callable, with_room: Callable) -> Callable:
+    """The reference of `together`: one rank validates."""
+    return with_room(evaluate)
 
 
 def stays_eager(model: nn.Module, on_compiled: Callable) -> None:
@@ -61,14 +66,15 @@ class Paths:
     ahead: Callable[[Any, tuple, int], None] = starts_at_once  # (steps, image shape, number of steps)
     evaluate: Callable = evaluate  # scores the epochs before the last, which are not drawn
     drawn: Callable[[Callable], Callable] = itself  # `evaluate` -> what scores the last epoch, which is drawn
-    together: Callable = itself  # (what evaluates) -> the same, called by all processes, each with its share of images
+    # (what evaluates, with_room) -> what tries it so, by all processes, each with its share of images
+    together: Callable = by_one
     kept: Callable | None = None  # (validation loader, what training takes) -> a loader that remembers its batches
     checkpoints: Callable[..., Checkpoints] = Checkpoints  # (folder, epochs, save_every_epoch, period)
 
     @property
     def shares_validation(self) -> bool:
         """Whether all processes validate; otherwise the main one does."""
-        return self.together is not itself
+        return self.together is not by_one
 
 
 REFERENCE = Paths()

@@ -44,7 +44,7 @@ def cgroup_folders(controller: str, cgroup: Path = CGROUP, own: Path = OWN_CGROU
     folder = cgroup / controller
     yield folder
     with suppress(OSError):
-        for line in own.read_text().splitlines():
+        for line in own.read_text(errors="surrogateescape").splitlines():
             _, names, path = line.split(":", 2)
             if controller in names.split(","):
                 for part in PurePosixPath(path).parts[1:]:

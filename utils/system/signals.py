@@ -34,6 +34,9 @@ def sigterm_raised() -> Iterator[None]:
 
 def _raise_terminated(number, frame):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # Workers end, too, when all processes get the signal (systemd, Slurm, `timeout`). The handler of torch's loader
+    # would raise that, over this.
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
     raise Terminated
 
 
@@ -48,7 +51,8 @@ def held_back() -> Iterator[None]:
         return
     held: list[int] = []
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    usual = {number: handler for number, handler in before.items() if handler is not None}  # None: set by C
+    # None is set by C; what is ignored, as in the background of a script, compilers have to ignore, too
+    usual = {number: handler for number, handler in before.items() if handler not in (None, signal.SIG_IGN)}
 
     def hold(number, frame):
         held.append(number)
