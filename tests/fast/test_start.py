@@ -58,7 +58,7 @@ def test_libraries_are_loaded_before_a_process_is_forked(monkeypatch, caplog):
     hooks, started = [], []
     monkeypatch.setattr(start.os, "register_at_fork", lambda before: hooks.append(before))
     monkeypatch.setattr(start, "load_libraries", lambda device: (time.sleep(0.2), started.append(device)))
-    monkeypatch.setattr(start.torch, "set_num_threads", lambda number: started.append(number))
+    monkeypatch.setattr(start, "one_thread", lambda: started.append(1))
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     start.prepare(True, torch.device("cuda", 0))
     hooks[0]()
@@ -70,7 +70,7 @@ def test_a_short_run_is_without_cudnns_search(monkeypatch, num_steps, searches):
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     monkeypatch.setattr(start, "load_libraries", lambda device: None)
     monkeypatch.setattr(start.os, "register_at_fork", lambda before: None)
-    monkeypatch.setattr(start.torch, "set_num_threads", lambda number: None)
+    monkeypatch.setattr(start, "one_thread", lambda: None)
     start.prepare(False, torch.device("cuda", 0))
     assert torch.backends.cudnn.benchmark, "shapes may change: as without flags"
     seen = []

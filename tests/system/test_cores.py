@@ -2,8 +2,11 @@
 
 import os
 
+import numpy as np
 import pytest
+import torch
 
+from utils.engine import autoanchor
 from utils.system import cores, memory
 
 
@@ -64,3 +67,18 @@ def test_the_smaller_of_affinity_and_limit_counts(monkeypatch):
     for limit, expected in ((None, 6), (3.5, 4), (32.0, 6), (0.1, 1)):
         monkeypatch.setattr(cores, "container_limit", lambda limit=limit: limit)
         assert cores.usable_cores() == expected
+
+
+def test_long_work_has_the_threads_of_before(monkeypatch):
+    monkeypatch.setattr(cores, "_usual_threads", [])
+    threads, seen = [3], []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    with cores.usual_threads():
+        assert threads == [3], "nothing is set where nothing was"
+    cores.one_thread()
+    monkeypatch.setattr(autoanchor, "_evolve", lambda anchors, *_: seen.append(threads[-1]) or anchors)
+    sizes = np.random.default_rng(0).uniform(10, 200, (60, 2))
+    monkeypatch.setattr(autoanchor, "box_sizes", lambda *_: sizes)
+    autoanchor.kmean_anchors(None, n=4)
+    assert seen == [3] and threads == [3, 1, 3, 1]

@@ -5,6 +5,7 @@ import logging
 import numpy as np
 import torch
 
+from utils.system.cores import usual_threads
 from utils.system.distributed import unwrap
 from utils.system.files import counted
 from utils.system.progress import progress
@@ -131,7 +132,8 @@ def kmean_anchors(dataset, n=9, imgsz=640, thr=4.0, gen=1000):
     if len(centroids) != n:
         raise ValueError(f"k-means found only {counted(len(centroids), 'box size')} for {n} anchors")
     anchors = _by_area(centroids * spread)
-    return _by_area(_evolve(anchors, torch.from_numpy(wh).float(), thr, gen))
+    with usual_threads():
+        return _by_area(_evolve(anchors, torch.from_numpy(wh).float(), thr, gen))
 
 
 def _evolve(anchors, wh, thr, generations):

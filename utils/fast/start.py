@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from utils.fast.compile import tensors_in
 from utils.loss.batched import grid_shapes
+from utils.system.cores import one_thread
 from utils.system.files import counted
 from utils.system.signals import held_back
 
@@ -42,7 +43,7 @@ def prepare(is_ahead: bool, device: torch.device) -> Callable:
     _leave_out_compiler()
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = not is_ahead  # until the number of steps is known
-        torch.set_num_threads(1)
+        one_thread()
         loading = Thread(target=load_libraries, args=(device,), name="loading cuDNN")
         loading.start()
         # A process that is forked meanwhile would have the locks of that thread, and nobody to open them.

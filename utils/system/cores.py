@@ -1,13 +1,14 @@
-"""How many CPU cores this process may use."""
+"""How many CPU cores this process may use, and with how many threads torch does."""
 
 import math
 import os
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 CGROUP = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
+_usual_threads: list[int] = []  # of torch, before `one_thread`
 
 
 def usable_cores():
@@ -50,3 +51,27 @@ def cgroup_folders(controller: str, cgroup: Path = CGROUP, own: Path = OWN_CGROU
                 for part in PurePosixPath(path).parts[1:]:
                     folder /= part
                     yield folder
+
+
+def one_thread() -> None:
+    """From here on torch has one thread for an operation on the host: several would wait for each other."""
+    import torch  # which programs that only ask for cores do without
+
+    _usual_threads.append(torch.get_num_threads())
+    torch.set_num_threads(1)
+
+
+@contextmanager
+def usual_threads() -> Iterator[None]:
+    """Within, torch has the threads that it had before `one_thread`, if that was called: for work of minutes."""
+    if not _usual_threads:
+        yield
+        return
+    import torch
+
+    now = torch.get_num_threads()
+    torch.set_num_threads(_usual_threads[0])
+    try:
+        yield
+    finally:
+        torch.set_num_threads(now)
