@@ -128,14 +128,14 @@ def _extremes_of_cut(cut, edges, corner, side, begin, end, move, limit):
 
 
 def _beside_border(begin, end, side, first, last, limit):
-    """The numbers of the points beside those places where edges enter and leave the image [4 x e].
+    """Numbers [4 x e] of the two points where each edge enters the image, and of the two where it leaves it.
 
-    The edges go from `begin` to `end` [2 x e], points number `first` to `last` [e]; they were `side` [2 x e] before.
-    And whether that is certain [e].
+    Also returns whether no other point of the edge can be nearer to the border [e]. Edges go from `begin` to `end`
+    [2 x e], which are the points number `first` and `last` [e]; their directions were `side` [2 x e] before.
     """
     span = end - begin
     is_flat = abs(span) < LEAST_SPAN
-    # between equal ends of an edge that was not flat before, as of one that is turned, rounding moves points
+    # An edge that only the transform made flat: rounding puts its points on both sides of the line between its ends.
     is_certain = (~is_flat | (span == 0) & (side == 0)).all(0)
     span[is_flat] = 1  # whatever is not 0: it enters and leaves by the other axis
     one, other = -begin / span, (limit - begin) / span

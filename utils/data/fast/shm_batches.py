@@ -38,9 +38,9 @@ class LateSteps(NamedTuple):
 
     `dataset(data set)` is the form of a data set whose samples write them where its `begin` says, and
     `batch(pixels, steps)` what the loader yields as images. `room` is what a sample needs in a batch, in images.
-    `at_once`: it has `finish(samples, number, steps, begin)` instead, which writes the `steps` [n x num_bytes] of a
-    task, and makes the targets [n x 6] of what its samples have in their place; `number` is that of the first one in
-    its batch, and `begin(number)` is called before something is done that may fail because of that sample.
+    With `at_once` the data set has no `begin`. When all samples of a task are made, its `finish(samples, number, steps,
+    begin)` writes their `steps` [n x num_bytes] and returns their targets [n x 6]. `number` is the place of the first
+    sample in its batch; `finish` calls `begin(number)` before work that can fail because of that sample.
     """
 
     num_bytes: int
