@@ -11,11 +11,13 @@ NUMBERS = signal.SIGINT, signal.SIGTERM
 
 
 @pytest.fixture(autouse=True)
-def ends_of_children():
-    """A process that ends does not listen to them any more."""
-    before = signal.getsignal(signal.SIGCHLD)
+def handlers_of_a_new_process():
+    """Programs that other tests ran to their end have left other ones."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGCHLD: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
     yield
-    signal.signal(signal.SIGCHLD, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(
