@@ -70,7 +70,7 @@ def test_the_smaller_of_affinity_and_limit_counts(monkeypatch):
 
 
 def test_long_work_has_the_threads_of_before(monkeypatch):
-    monkeypatch.setattr(cores, "_usual_threads", [])
+    monkeypatch.setattr(cores, "_usual_threads", {})
     threads, seen = [3], []
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
@@ -82,3 +82,6 @@ def test_long_work_has_the_threads_of_before(monkeypatch):
     monkeypatch.setattr(autoanchor, "box_sizes", lambda *_: sizes)
     autoanchor.kmean_anchors(None, n=4)
     assert seen == [3] and threads == [3, 1, 3, 1]
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    with cores.usual_threads():
+        assert threads == [3, 1, 3, 1], "a forked process would wait for threads that it does not have"

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 
 CGROUP = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
-_usual_threads: list[int] = []  # of torch, before `one_thread`
+_usual_threads: dict[int, int] = {}  # of torch, before `one_thread`, by process: a forked one has not its threads
 
 
 def usable_cores():
@@ -57,20 +57,20 @@ def one_thread() -> None:
     """From here on torch has one thread for an operation on the host: several would wait for each other."""
     import torch  # which programs that only ask for cores do without
 
-    _usual_threads.append(torch.get_num_threads())
+    _usual_threads.setdefault(os.getpid(), torch.get_num_threads())
     torch.set_num_threads(1)
 
 
 @contextmanager
 def usual_threads() -> Iterator[None]:
     """Within, torch has the threads that it had before `one_thread`, if that was called: for work of minutes."""
-    if not _usual_threads:
+    if os.getpid() not in _usual_threads:
         yield
         return
     import torch
 
     now = torch.get_num_threads()
-    torch.set_num_threads(_usual_threads[0])
+    torch.set_num_threads(_usual_threads[os.getpid()])
     try:
         yield
     finally:
