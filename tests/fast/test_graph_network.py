@@ -156,6 +156,26 @@ def test_work_that_needs_their_memory_has_it_when_that_of_the_training_was_not_e
     assert not graphs.graphs and graphs.room is None
 
 
+def test_a_capture_of_the_training_takes_their_memory(network, caplog):
+    caplog.set_level("INFO")
+    graphs, images = network[0].eval(), images_of(1, 3, 8, 8)
+
+    class Beside(StepsOnCPU):
+        def record(self, body):
+            if graphs.graphs:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().record(body)
+
+    for _ in range(WARM_UP_CALLS + 1):
+        graphs(images)
+    assert graphs.graphs
+    steps = Beside(step_cases.new_trainer(batched=True))
+    step_cases.run(steps, step_cases.batches(6))
+    assert not graphs.graphs and not graphs.is_off and not steps.is_off
+    assert steps.counts == {"replayed": 3, "captured": 2, "ordinary": 3}
+    assert caplog.text.count("given their memory back") == 1
+
+
 def test_a_network_without_bytes_has_no_graphs():
     model = torch.nn.Identity()
     assert replayed(lambda given: given, model) is model

@@ -15,7 +15,7 @@ The graph of a shape has room for the candidates of the largest batch so far and
 batch makes it be captured again, an exceptionally crowded one is trained without it. Graphs keep the memory of their
 work. What finds too little memory beside them (the last batch of an epoch, a validation, a checkpoint) is done again
 without them, and at last without those of the validation (`with_room`); they are captured again when their next batch
-comes.
+comes. A capture that finds too little memory is done again without those of the validation.
 """
 
 import gc
@@ -125,10 +125,11 @@ class GraphSteps(FastSteps):
 
     def with_room(self, call):
         """`call`, which is called once more, without the graphs, when there is too little memory."""
-        return partial(self._with_room, call)
+        # Those of a validation as well, if ours were not enough.
+        return partial(self._with_room, (self.free_graphs, free_all_graphs), call)
 
-    def _with_room(self, call, *args, **options):
-        ways = iter((self.free_graphs, free_all_graphs))  # those of a validation, too, if ours were not enough
+    def _with_room(self, ways, call, *args, **options):
+        ways = iter(ways)
         while True:
             try:
                 return call(*args, **options)
@@ -177,7 +178,8 @@ class GraphSteps(FastSteps):
     def _capture(self, body, static_inputs, description):
         """A Captured of `body`; None if that fails, and then nothing is captured or replayed any more."""
         try:
-            captured = Captured(self.record, body, static_inputs)
+            others_freed = partial(free_all_graphs, kept=self)
+            captured = self._with_room([others_freed], Captured, self.record, body, static_inputs)
         except RuntimeError as error:
             self.wait()
             self.trainer.optimizer.zero_grad()  # a backward pass that was not executed may have left some

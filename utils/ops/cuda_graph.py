@@ -19,9 +19,9 @@ holders: WeakSet = (
 )  # all that have graphs; their `free_graphs()` lets these go, and says whether there were any
 
 
-def free_all_graphs() -> bool:
-    """Let all graphs go, whose memory is of no use to other work; returns whether there were any."""
-    freed = [holder.free_graphs() for holder in tuple(holders)]
+def free_all_graphs(kept: object = None) -> bool:
+    """Let all graphs go but those of `kept`: no other work can use their memory. Returns whether there were any."""
+    freed = [holder.free_graphs() for holder in tuple(holders) if holder is not kept]
     return any(freed)
 
 
