@@ -6,11 +6,14 @@ print and leave behind) is as in one of their own. What a fresh interpreter or a
 variables of libraries, loaded modules) is not. No GPU is seen.
 """
 
+import faulthandler
 import gc
 import logging
 import multiprocessing
 import os
+import signal
 import sys
+import time
 import traceback
 from contextlib import suppress
 from multiprocessing import forkserver
@@ -18,10 +21,12 @@ from typing import NamedTuple
 from unittest import mock
 
 import cv2
+import psutil
 import torch
 
 from utils.system.files import PROJECT_ROOT
 
+WHERE = signal.SIGUSR1  # a program and what it has forked answer it with the stacks of all their threads
 IMPORTED = ["pytest", "tests.kill_resume", "tests.parity"]
 
 
@@ -46,13 +51,24 @@ class Forked(multiprocessing.get_context("forkserver").Process):
         self.start()
 
     def end(self, timeout=120):
-        """Wait for the end of the program, and kill it after `timeout` seconds; returns an Ended."""
+        """Wait for the end of the program, and kill it after `timeout` seconds; returns an Ended.
+
+        Before, it and its workers write where they are.
+        """
         self.join(timeout)
         is_stuck = self.exitcode is None
         if is_stuck:
+            self._ask_where()
             self.kill()
             self.join()
         return Ended(None if is_stuck else self.exitcode, self.output.read_text(errors="replace"))
+
+    def _ask_where(self):
+        with suppress(psutil.Error):
+            program = psutil.Process(self.pid)
+            for process in (program, *program.children(recursive=True)):
+                process.send_signal(WHERE)
+                time.sleep(0.2)  # for its answer
 
 
 def run(folder, body, *args):
@@ -64,6 +80,7 @@ def _in_fork(output, body, args):
     file = os.open(output, os.O_WRONLY | os.O_TRUNC)
     for descriptor in (1, 2):
         os.dup2(file, descriptor)
+    faulthandler.register(WHERE, file=2)
     sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1) for descriptor in (1, 2))
     gc.freeze()  # or each collection would look through all that is imported
     logging.root.handlers.clear()

@@ -4,11 +4,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from multiprocessing import get_context
 
+import numpy as np
 import pytest
 
 from tests.data.fast.test_worker_pool import is_running
+from tests.forked import Forked
+from utils.system import children
 from utils.system.children import PARENT
 from utils.system.files import PROJECT_ROOT
 
@@ -57,3 +62,38 @@ def test_a_run_whose_starter_is_gone_already_ends_at_once():
     variables = os.environ | {PARENT: "1"}  # this process is another
     done = subprocess.run([sys.executable, "-c", WAITING], cwd=PROJECT_ROOT, env=variables, timeout=120)
     assert done.returncode == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what threads do")
+def test_a_process_is_forked_when_no_other_thread_works(monkeypatch):
+    """Else it would have the locks of that thread, and nobody to open them."""
+    monkeypatch.setattr(children, "PATIENCE", 60)
+    numbers = np.zeros(5_000_000)
+    thread = threading.Thread(target=np.arctan2, args=(np.ones(1), np.ones(1)), kwargs={"out": numbers})
+    thread.start()
+    while not numbers[0]:
+        time.sleep(0.001)
+    child = get_context("fork").Process(target=lambda: os._exit(0 if numbers[-1] else 1))
+    child.start()
+    child.join()
+    thread.join()
+    assert child.exitcode == 0
+
+
+def test_a_fork_does_not_wait_for_ever(monkeypatch):
+    looks = []
+    monkeypatch.setattr(children, "PATIENCE", 0.01)
+    monkeypatch.setattr(children, "_others_work", lambda: looks.append(1) or True)
+    children.let_threads_rest()
+    assert looks
+
+
+def wait_for_a_worker():
+    worker = get_context("fork").Process(target=time.sleep, args=(600,), daemon=True)
+    worker.start()
+    worker.join()
+
+
+def test_a_program_that_is_stuck_says_where_it_is_and_its_workers(tmp_path):
+    status, text = Forked(tmp_path / "output.txt", wait_for_a_worker).end(timeout=1)
+    assert status is None and text.count("in wait_for_a_worker\n") == 2

@@ -5,11 +5,17 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import suppress
 from multiprocessing import get_context
+from pathlib import Path
 
 PARENT = "YOLOV7FAST_PARENT"  # environment variable: the process that a run was started by and has to end with
+THREADS = Path("/proc/self/task")
+PATIENCE = 0.5  # seconds that a fork waits for threads that work
+GLANCE = 0.0005  # seconds between two looks at them
 
 
 def end_with(parent: int, number: int = signal.SIGTERM) -> None:
@@ -45,6 +51,35 @@ def enter_child(parent: int | None) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if parent is not None:
         end_with(parent, signal.SIGKILL)
+
+
+def let_threads_rest() -> None:
+    """On Linux, return at a moment when all other threads of this process sleep, at the latest after PATIENCE seconds.
+
+    Called before each fork: the new process has the locks that other threads hold just then, and nobody to open them.
+    Who sleeps seldom holds one. Who tidies up does, and two were met that made workers hang:
+    - A thread of gloo frees the tensors of an exchange that is over for its caller. It becomes one of Python for that,
+      whose list of threads is locked meanwhile. Up to Python 3.11 a new process waits for that lock before all else.
+    - A thread that decoded images leaves; up to Python 3.12 to join it is not to wait for that. OpenCV, which locks
+      what it keeps for threads, frees it.
+    """
+    end = time.monotonic() + PATIENCE
+    while _others_work() and time.monotonic() < end:
+        time.sleep(GLANCE)
+
+
+def _others_work():
+    own = str(threading.get_native_id())
+    with suppress(OSError):  # another system
+        for thread in os.listdir(THREADS):
+            with suppress(OSError):  # it has left meanwhile
+                status = (THREADS / thread / "stat").read_bytes() if thread != own else b") S"
+                if status[status.rindex(b")") + 2] in b"RD":  # runs or wants to; waits for memory or a disk
+                    return True
+    return False
+
+
+os.register_at_fork(before=let_threads_rest)
 
 
 def forked_pool(count: int, enter: Callable[[int | None], None] = enter_child) -> Executor:
