@@ -214,3 +214,17 @@ def test_two_processes_share_the_images(tmp_path):
     assert [end.status for end in ended] == [0, 0], ended[0].text + ended[1].text
     plain, other = (results_of(tmp_path / "runs" / name) for name in ("files", "gpu"))
     assert plain == other
+
+
+def train_on_unlike_machines(line, rank):
+    with pytest.MonkeyPatch.context() as patch, small_run.drawing(pictures=False):
+        simulated_card(patch)()
+        if rank:
+            patch.setattr(fast_paths, "why_no_images", lambda *_: "a compiler is missing")
+        train.main(train.train_parser().parse_args(line))
+
+
+def test_a_process_without_a_compiler_does_not_make_the_others_wait(tmp_path):
+    line = small_run.arguments(tmp_path, "--batch-size", "4", "--workers", "1", "--fast", "--cache-images", "gpu")
+    ended = run_ranks(partial(train_on_unlike_machines, line), tmp_path, timeout=60)
+    assert [end.status for end in ended] == [0, 0], ended[0].text + ended[1].text

@@ -18,7 +18,7 @@ from utils.run import auto_batch
 from utils.run.context import Run
 from utils.run.fast_paths import COMPOSE, Paths
 from utils.system import random_state
-from utils.system.distributed import check_alike
+from utils.system.distributed import check_alike, gather_everywhere
 from utils.system.files import counted
 
 logger = logging.getLogger("train")
@@ -62,8 +62,12 @@ def open_loaders(run: Run, paths: Paths, stride: int, first_epoch: int, build_mo
     training takes is measured once, if images are to lie beside it.
     """
     step_cost, fast = cache(partial(auto_batch.step_cost, run, build_model)), dict(paths.loader)
+    is_shared = run.ranks.world_size > 1
+    # Other exchanges follow, so all processes take part or none: they may have other cores, or lack a compiler.
+    may_compose = run.options.fast or run.options.cache_images == "gpu"
+    if is_shared and may_compose and not all(gather_everywhere(COMPOSE in fast)):
+        fast.pop(COMPOSE, None)
     if COMPOSE in fast:
-        is_shared = run.ranks.world_size > 1
         fast[COMPOSE] = partial(fast[COMPOSE], step_cost=step_cost, prefix="train: ", is_shared=is_shared)
     sizes = resize_schedule.from_options(run.options).rounded(partial(check_img_size, s=stride))
     open_training = partial(open_train_loader, run, fast, stride)

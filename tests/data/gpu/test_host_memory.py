@@ -18,6 +18,7 @@ from tests.data.gpu.store_cases import CPU, assert_holds, open_set, simulate
 from tests.rank_cases import run_ranks
 from utils.data.gpu import filling, host_memory, placing
 from utils.data.gpu.host_memory import HostMemory
+from utils.system import distributed
 from utils.system.files import PROJECT_ROOT
 
 
@@ -111,6 +112,10 @@ def agree_on_the_place(folder, rank):
         assert placing.open_store(open_set(folder), CPU, None, is_shared=True)[0].host is not None
         simulate(patch, on_card=0, refusal="refused" if rank else None)
         assert placing.open_store(open_set(folder), CPU, None, is_shared=True)[0] is None
+        simulate(patch)
+        dataset = open_set(folder)  # --workers may differ
+        assert placing.open_images(dataset, rank, False, device=CPU, step_cost=None, is_shared=True) is None
+        assert dataset.memory_cache is not None and distributed.gather_everywhere(rank) == [0, 1]
 
 
 def test_processes_agree_on_the_place(tmp_path):

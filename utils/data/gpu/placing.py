@@ -100,6 +100,7 @@ def open_images(
     """
     size = describe_bytes(int(layout(dataset, dataset.img_size)[1][-1]))
     obstacle = why_not_composed(dataset, with_groups) if workers else "there are no workers of --worker-tensor"
+    obstacle = _of_all(obstacle, is_shared)  # machines differ, and --workers may
     if obstacle is None and not is_asked:
         obstacle = _of_all(why_fast_enough(dataset, workers, step_cost), is_shared, all)
     problems = [obstacle or ""]
