@@ -67,7 +67,7 @@ def test_a_run_whose_starter_is_gone_already_ends_at_once():
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what threads do")
 def test_a_process_is_forked_when_no_other_thread_works(monkeypatch):
     """Else it would have the locks of that thread, and nobody to open them."""
-    monkeypatch.setattr(children, "PATIENCE", 60)
+    monkeypatch.setattr(children, "_patience", 60)
     numbers = np.zeros(5_000_000)
     thread = threading.Thread(target=np.arctan2, args=(np.ones(1), np.ones(1)), kwargs={"out": numbers})
     thread.start()
@@ -80,12 +80,16 @@ def test_a_process_is_forked_when_no_other_thread_works(monkeypatch):
     assert child.exitcode == 0
 
 
-def test_a_fork_does_not_wait_for_ever(monkeypatch):
+def test_forks_wait_for_a_thread_that_never_sleeps_less_and_less(monkeypatch):
     looks = []
-    monkeypatch.setattr(children, "PATIENCE", 0.01)
+    monkeypatch.setattr(children, "_patience", 0.01)
     monkeypatch.setattr(children, "_others_work", lambda: looks.append(1) or True)
     children.let_threads_rest()
-    assert looks
+    children.let_threads_rest()
+    assert looks and children._patience == 0.0025
+    monkeypatch.setattr(children, "_others_work", lambda: False)
+    children.let_threads_rest()
+    assert children._patience == children.PATIENCE
 
 
 def wait_for_a_worker():

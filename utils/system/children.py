@@ -14,8 +14,9 @@ from pathlib import Path
 
 PARENT = "YOLOV7FAST_PARENT"  # environment variable: the process that a run was started by and has to end with
 THREADS = Path("/proc/self/task")
-PATIENCE = 0.5  # seconds that a fork waits for threads that work
+PATIENCE = 0.5  # seconds that a fork waits for threads that work; half as many after each time that they ran out
 GLANCE = 0.0005  # seconds between two looks at them
+_patience = PATIENCE
 
 
 def end_with(parent: int, number: int = signal.SIGTERM) -> None:
@@ -56,6 +57,8 @@ def enter_child(parent: int | None) -> None:
 def let_threads_rest() -> None:
     """On Linux, return at a moment when all other threads of this process sleep, at the latest after PATIENCE seconds.
 
+    All forks together wait two times PATIENCE for a thread that never sleeps.
+
     Called before each fork: the new process has the locks that other threads hold just then, and nobody to open them.
     Who sleeps seldom holds one. Who tidies up does, and two were met that made workers hang:
     - A thread of gloo frees the tensors of an exchange that is over for its caller. It becomes one of Python for that,
@@ -63,9 +66,14 @@ def let_threads_rest() -> None:
     - A thread that decoded images leaves; up to Python 3.12 to join it is not to wait for that. OpenCV, which locks
       what it keeps for threads, frees it.
     """
-    end = time.monotonic() + PATIENCE
-    while _others_work() and time.monotonic() < end:
+    global _patience
+    end = time.monotonic() + _patience
+    while _others_work():
+        if time.monotonic() > end:
+            _patience /= 2
+            return
         time.sleep(GLANCE)
+    _patience = PATIENCE
 
 
 def _others_work():
