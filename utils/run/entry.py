@@ -29,9 +29,9 @@ MACHINE_FAULTS = {
     "A process in the process pool": "; if memory ran out, other programs have to end first",
     "DataLoader worker": "; if memory or /dev/shm ran out, fewer --workers or a smaller --batch-size need less",
 }
+SHOW_KERNEL = "YOLOV7FAST_TRACEBACK=1 CUDA_LAUNCH_BLOCKING=1 shows which"
 GPU_FAULTS = ("unspecified launch failure", "uncorrectable ECC", "unknown error", "GPU is lost")
 RESUME = "train.py --resume goes on after the last complete epoch"  # only said to those who train
-MACHINE_FAULTS |= {f"CUDA error: {fault}": f"; the GPU failed, {RESUME}" for fault in GPU_FAULTS}
 MAX_CHARACTERS = 3000  # of an error; paths can be long
 FULL = f"; make room, then {RESUME}"
 ADVICE = {errno.ENOSPC: FULL, errno.EDQUOT: FULL, errno.EFBIG: FULL, errno.EMFILE: "; raise the limit with ulimit -n"}
@@ -86,6 +86,7 @@ def run(main: Callable[[Namespace], None], opt: Namespace, go_on: str = RESUME) 
         logging.getLogger("run").info("%s", message)
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
         sentence = out_of_memory(error, opt) if is_out_of_memory(error) else _lost_process(error)
+        sentence = sentence or (_failed_gpu(error, opt) if isinstance(error, RuntimeError) else None)
         is_bug = isinstance(error, RuntimeError) and not str(error).startswith(tuple(MACHINE_FAULTS))
         if wants_traceback() or (is_bug and not sentence):
             raise
@@ -115,6 +116,24 @@ def _lost_process(error):
     """`distributed.lost_process`, if that is imported: tools that need no torch begin and end without it."""
     distributed = sys.modules.get("utils.system.distributed")
     return distributed and distributed.lost_process(error)
+
+
+def _failed_gpu(error, opt):
+    """One sentence about an error after which the GPU does no more work for this process; None for any other error.
+
+    Whatever asks the GPU next meets it, in words of torch, Triton or cuDNN; so the GPU is asked.
+    """
+    torch, reason, is_known = sys.modules.get("torch"), str(error), False
+    try:
+        if torch and torch.cuda.is_initialized():
+            torch.cuda.current_stream().query()  # does not wait
+    except RuntimeError as failure:
+        reason, is_known = str(failure), True
+    is_its_own = any(f"CUDA error: {fault}" in reason for fault in GPU_FAULTS)
+    if not is_known and not is_its_own:
+        return None
+    what = "the GPU" if is_its_own else f"a kernel on the GPU ({SHOW_KERNEL})"
+    return _for_program(f"{reason.strip().splitlines()[0].rstrip('.')}; {what} failed, {RESUME}", opt)
 
 
 def out_of_memory(error, opt):
