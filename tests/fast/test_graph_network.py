@@ -252,6 +252,26 @@ def test_validation_on_a_gpu(on_gpu):
 
 
 @pytest.mark.gpu
+def test_crowded_and_single_images_on_a_gpu(on_gpu):
+    """300 objects an image, of which the model finds thousands; the last batch is a single image."""
+    model, _, compute_loss = on_gpu
+    copy, rng, loader = KeptHalfCopy()(model), torch.Generator().manual_seed(0), []
+    for size in (4, 4, 1):
+        boxes = 0.05 + 0.9 * torch.rand(size * 300, 4, generator=rng) * torch.tensor((1, 1, 0.2, 0.2))
+        numbers = torch.arange(size).repeat_interleave(300)[:, None], torch.randint(2, (size * 300, 1), generator=rng)
+        loader.append((images_of(size, 3, 64, 96), torch.cat((*numbers, boxes), 1), ["a"] * size,
+                       [((64, 96), ((1.0, 1.0), (0.0, 0.0)))] * size))  # fmt: skip
+    quick, plain = FastValidation(partial(replayed, fuse)), FastValidation(fuse)
+    for call in range(WARM_UP_CALLS + 2):
+        found, expected = (way(copy, loader, 2, compute_loss=compute_loss) for way in (quick, plain))
+        assert found.results == expected.results, call
+        assert found.scores.num_predictions == expected.scores.num_predictions > 500
+    assert len(quick.network.graphs) == 2 and expected.results[3] > 0
+    by_reference = evaluate(copy, loader, 2, ["a", "b"], compute_loss=compute_loss).results
+    assert expected.results == pytest.approx(by_reference, rel=2e-2, abs=1e-4)
+
+
+@pytest.mark.gpu
 def test_beside_a_training_in_graphs(on_gpu):
     """Neither touches the memory of the other: the same losses and scores as one after the other."""
     model, loader, _ = on_gpu

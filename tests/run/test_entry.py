@@ -189,6 +189,30 @@ def test_only_a_training_can_be_resumed(error, status, line, capsys):
         assert caught.value.code == status and (err == f"{line}\n" if not options else said in err or "memory" in err)
 
 
+@pytest.mark.parametrize(
+    ("found", "reason", "advice"),
+    [("Triton Error [CUDA]: an illegal memory access was encountered", "CUDA error: an illegal memory access",
+      "; a kernel on the GPU (YOLOV7FAST_TRACEBACK=1 CUDA_LAUNCH_BLOCKING=1 shows which) failed"),
+     ("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", "CUDA error: unspecified launch failure", "; the GPU failed"),
+     ("a bug", None, None)],
+)  # fmt: skip
+def test_a_gpu_that_does_no_more_work_is_asked_why(found, reason, advice, monkeypatch, capsys):
+    """The first to meet a failure says it in words of its own; a stream repeats it."""
+
+    def query():
+        if reason:
+            raise RuntimeError(f"{reason}.\nCUDA kernel errors might be asynchronously reported")
+        return False  # there is work, and it goes on
+
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda: SimpleNamespace(query=query))
+    for options, end in (({"resume": False}, f", {entry.RESUME}\n"), ({}, "\n")):
+        with pytest.raises(SystemExit if reason else RuntimeError) as caught:
+            entry.run(raises(RuntimeError(found)), SimpleNamespace(**options))
+        assert not reason or caught.value.code == 2
+        assert capsys.readouterr().err == (f"error: {reason}{advice}{end}" if reason else "")
+
+
 def test_names_that_the_terminal_lacks():
     code = PROGRAM.replace('"some news"', '"\u540d"').replace('"wrong"', '"\u540d"')
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120,
