@@ -189,28 +189,62 @@ def test_only_a_training_can_be_resumed(error, status, line, capsys):
         assert caught.value.code == status and (err == f"{line}\n" if not options else said in err or "memory" in err)
 
 
+FAILED_GPU = """
+import atexit, logging, os, sys, threading, time
+from types import SimpleNamespace
+from unittest import mock
+torch = mock.MagicMock()
+torch.distributed.is_available.return_value = False
+sys.modules |= {"torch": torch, "torch.distributed": torch.distributed}
+from utils.run import entry
+
+class Pinned:
+    def __del__(self):
+        os.abort()
+
+def main(opt):
+    def query():
+        raise RuntimeError(sys.argv[1] + ".\\nCUDA kernel errors might be asynchronously reported")
+
+    def batches():
+        try:
+            yield 1
+        finally:
+            query()
+
+    pinned, torch.cuda.current_stream().query = Pinned(), query
+    atexit.register(print, "put away")
+    threading.Thread(target=lambda: time.sleep(0.2) or print("written")).start()
+    for _ in batches():
+        raise RuntimeError(sys.argv[2])
+
+entry.run(main, SimpleNamespace(**{"resume": False} if sys.argv[3:] else {}))
+"""
+
+
 @pytest.mark.parametrize(
     ("found", "reason", "advice"),
     [("Triton Error [CUDA]: an illegal memory access was encountered", "CUDA error: an illegal memory access",
       "; a kernel on the GPU (YOLOV7FAST_TRACEBACK=1 CUDA_LAUNCH_BLOCKING=1 shows which) failed"),
-     ("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", "CUDA error: unspecified launch failure", "; the GPU failed"),
-     ("a bug", None, None)],
+     ("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", "CUDA error: unspecified launch failure", "; the GPU failed")],
+    ids=["kernel", "card"],
 )  # fmt: skip
-def test_a_gpu_that_does_no_more_work_is_asked_why(found, reason, advice, monkeypatch, capsys):
-    """The first to meet a failure says it in words of its own; a stream repeats it."""
+def test_a_gpu_that_does_no_more_work_is_asked_why_and_nothing_of_it_is_freed(found, reason, advice):
+    """Whoever meets the failure first says it in words of its own; what is pinned aborts the process when it goes."""
+    for option, end in (((), "\n"), (("train",), f", {entry.RESUME}\n")):
+        done = subprocess.run([sys.executable, "-c", FAILED_GPU, reason, found, *option], cwd=ROOT, capture_output=True,
+                              text=True, timeout=120)  # fmt: skip
+        assert (done.returncode, done.stdout) == (2, "written\nput away\n")
+        assert done.stderr == f"error: {reason}{advice}{end}"
 
-    def query():
-        if reason:
-            raise RuntimeError(f"{reason}.\nCUDA kernel errors might be asynchronously reported")
-        return False  # there is work, and it goes on
 
+def test_a_gpu_that_works_is_not_asked_for_long(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
-    monkeypatch.setattr("torch.cuda.current_stream", lambda: SimpleNamespace(query=query))
-    for options, end in (({"resume": False}, f", {entry.RESUME}\n"), ({}, "\n")):
-        with pytest.raises(SystemExit if reason else RuntimeError) as caught:
-            entry.run(raises(RuntimeError(found)), SimpleNamespace(**options))
-        assert not reason or caught.value.code == 2
-        assert capsys.readouterr().err == (f"error: {reason}{advice}{end}" if reason else "")
+    monkeypatch.setattr("torch.cuda.current_stream", lambda: SimpleNamespace(query=lambda: False))
+    with pytest.raises(RuntimeError, match="a bug"):
+        entry.run(raises(RuntimeError("a bug")), SimpleNamespace())
+    with pytest.raises(SystemExit):
+        entry.run(raises(ValueError("wrong")), SimpleNamespace())
 
 
 def test_names_that_the_terminal_lacks():

@@ -11,6 +11,7 @@ import sys
 import threading
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial, partialmethod
 
 from tqdm import tqdm
@@ -78,6 +79,9 @@ def run(main: Callable[[Namespace], None], opt: Namespace, go_on: str = RESUME) 
     if rank > 0:  # the bars of rank 0 stand for all
         tqdm.__init__ = partialmethod(tqdm.__init__, disable=True)
     threading.excepthook = partial(_report_thread, opt=opt)
+    sys.unraisablehook = _report_unraisable
+    status = 0
+    kept: list[BaseException] = []
     try:
         _check_working_directory()
         with sigterm_raised():
@@ -90,12 +94,51 @@ def run(main: Callable[[Namespace], None], opt: Namespace, go_on: str = RESUME) 
         is_bug = isinstance(error, RuntimeError) and not str(error).startswith(tuple(MACHINE_FAULTS))
         if wants_traceback() or (is_bug and not sentence):
             raise
-        sys.exit(refuse(ValueError(sentence) if sentence else error, opt))
+        status = refuse(ValueError(sentence) if sentence else error, opt)
+        kept.append(error)
     except KeyboardInterrupt as interruption:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         what = "ended by SIGTERM" if isinstance(interruption, Terminated) else "interrupted"
         print(_for_program(f"{what}; {go_on}", opt).rstrip("; "), file=sys.stderr, flush=True)
-        sys.exit(status_of(interruption))
+        status = status_of(interruption)
+        kept.append(interruption)
+    if gpu_failure():
+        _leave(status)
+    if status:
+        sys.exit(status)
+
+
+def gpu_failure() -> str | None:
+    """What the GPU says of work of this process that failed there, after which it does no more; None if there is none.
+
+    It waits for nothing.
+    """
+    torch = sys.modules.get("torch")
+    try:
+        if torch and torch.cuda.is_initialized():
+            torch.cuda.current_stream().query()
+    except RuntimeError as failure:
+        return str(failure)
+    return None
+
+
+def _leave(status):
+    """End this process after a `gpu_failure`: threads and what is to be done at the exit first, as usual, but no object
+    goes. Torch aborts when it cannot record an event for memory that goes; errors, which hold much, have to be kept.
+    """
+    gc.disable()
+    with suppress(Exception):
+        threading._shutdown()
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)
+
+
+def _report_unraisable(unraisable):
+    """What fails while an object goes is no news after a `gpu_failure`, which each of them meets."""
+    if gpu_failure() is None:
+        sys.__unraisablehook__(unraisable)
 
 
 def _number_in(name):
@@ -123,14 +166,10 @@ def _failed_gpu(error, opt):
 
     Whatever asks the GPU next meets it, in words of torch, Triton or cuDNN; so the GPU is asked.
     """
-    torch, reason, is_known = sys.modules.get("torch"), str(error), False
-    try:
-        if torch and torch.cuda.is_initialized():
-            torch.cuda.current_stream().query()  # does not wait
-    except RuntimeError as failure:
-        reason, is_known = str(failure), True
+    found = gpu_failure()
+    reason = found or str(error)
     is_its_own = any(f"CUDA error: {fault}" in reason for fault in GPU_FAULTS)
-    if not is_known and not is_its_own:
+    if not found and not is_its_own:
         return None
     what = "the GPU" if is_its_own else f"a kernel on the GPU ({SHOW_KERNEL})"
     return _for_program(f"{reason.strip().splitlines()[0].rstrip('.')}; {what} failed, {RESUME}", opt)
