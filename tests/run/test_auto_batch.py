@@ -1,6 +1,7 @@
 """--batch-size -1: the search, and what is measured on a GPU."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from tests.small_run import HYP
 from tests.tiny_model import tiny_model
 from utils.config.options import check_train_options, train_parser
-from utils.run import auto_batch
+from utils.run import auto_batch, fast_paths
 from utils.run.context import Run
 from utils.system.distributed import Ranks
 
@@ -111,29 +112,44 @@ def test_measured_on_the_gpu(flags, tmp_path):
     assert torch.cuda.memory_reserved(device) < 0.2 * total, "what the trials took is given back"
 
 
-def test_what_a_step_costs_is_measured_beside_the_run(monkeypatch):
-    """Bytes beyond those that are taken already; the draws of the run go on as if nothing had happened."""
+@pytest.mark.parametrize(
+    ("flags", "steps"),
+    [("", 300 * 4), ("--epochs 7", 28), ("--epochs 7 --max-iter 3", 21), ("--epochs 7 --subset-size 4", 14)],
+)
+def test_what_a_step_costs_is_measured_beside_the_run(flags, steps, monkeypatch, tmp_path):
+    """Bytes beyond those that are taken already; the draws of the run go on as if nothing had happened.
+
+    cuDNN searches as the run will, for torch takes what it finds for the run, too.
+    """
+    for k in range(10):
+        (tmp_path / f"{k}.jpg").touch()
+    told, for_trials = [], fast_paths.for_trials
+    monkeypatch.setattr(fast_paths, "for_trials", lambda *given: replace(
+        for_trials(*given), ahead=lambda steps, shape, num_steps: told.append((shape, num_steps))))  # fmt: skip
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1000)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     sizes = []
     monkeypatch.setattr(auto_batch, "memory_of", lambda trial, size: sizes.append((trial.image_size, size)) or 5000)
-    opt = options("--img 64 --fast")
-    opt.batch_size = 3
+    opt = options(f"--img 64 --fast {flags}")
+    opt.batch_size = opt.total_batch_size = 3
     torch.manual_seed(1)
     before = torch.rand(3)
     torch.manual_seed(1)
-    num_bytes, seconds = auto_batch.step_cost(run(opt), tiny_model)
+    num_bytes, seconds = auto_batch.step_cost(run(opt, SimpleNamespace(nc=2, train=str(tmp_path))), tiny_model)
+    assert told == [((3, 3, 64, 64), steps)]
     assert num_bytes == 4000 and 0 < seconds < 60 and sizes == [(64, 3)]
     assert torch.equal(torch.rand(3), before)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("flags", ["", "--fast"])
-def test_what_a_step_costs_on_the_gpu(flags):
+def test_what_a_step_costs_on_the_gpu(flags, tmp_path):
+    (tmp_path / "0.jpg").touch()
     device, opt = torch.device("cuda"), options(f"--img 640 {flags}")
+    data = SimpleNamespace(nc=2, train=str(tmp_path))
     costs = []
     for opt.batch_size in (8, 64):
-        costs.append(auto_batch.step_cost(run(opt, device=device), lambda: tiny_model().to(device)))
+        costs.append(auto_batch.step_cost(run(opt, data, device), lambda: tiny_model().to(device)))
     (few_bytes, _), (many_bytes, seconds) = costs
     assert 0 < few_bytes < many_bytes and 0 < seconds < 1

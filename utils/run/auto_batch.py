@@ -3,7 +3,6 @@
 import gc
 import logging
 import math
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -165,8 +164,9 @@ def step_cost(run: Run, build_model: Callable[[], nn.Module]) -> tuple[float, fl
         before = torch.cuda.memory_reserved(device)
         trial = new_trial(run, side, build_model())
         try:
-            # as in a long run, whose convolutions may take more memory
-            fast_paths.for_trials(run.options, device).ahead(trial.steps, (batch_size, 3, side, side), sys.maxsize)
+            # As the run will do: cuDNN's search, if there is one, may take more memory, and torch keeps what it found.
+            ahead = fast_paths.for_trials(run.options, device).ahead
+            ahead(trial.steps, (batch_size, 3, side, side), most_steps(run))
             peak = memory_of(trial, batch_size)
         except torch.cuda.OutOfMemoryError:
             peak = math.inf
@@ -175,6 +175,13 @@ def step_cost(run: Run, build_model: Callable[[], nn.Module]) -> tuple[float, fl
         gc.collect()
         torch.cuda.empty_cache()
     return peak - before, seconds
+
+
+def most_steps(run):
+    """How many steps the run makes at most."""
+    opt, num_images = run.options, len(expand_paths(run.data.train))
+    num_batches = math.ceil(min(num_images, opt.subset_size or num_images) / opt.total_batch_size)
+    return opt.epochs * min(num_batches, opt.max_iter or num_batches)
 
 
 def seconds_of(trial, batch_size):
