@@ -13,10 +13,11 @@ from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":  # before torch is imported, which takes as long
-    from utils.system.driver import start_ahead
+    from utils.system import byte_code, driver
 
     gc.disable()  # or Python would look for garbage among all that it imports, again and again
-    start_ahead(sys.argv[1:])
+    driver.start_ahead(sys.argv[1:])
+    byte_code.keep_ahead(sys.argv[1:])
 
 import numpy as np
 from torch.optim.lr_scheduler import LambdaLR

@@ -5,7 +5,7 @@
         --variants "off, --fast"
 
 Each variant runs twice, as processes of their own: cold (no label cache, an
-empty TRITON_CACHE_DIR) and warm. A row is a phase: when it began, in seconds
+empty TRITON_CACHE_DIR, none of the byte code that fast runs keep) and warm. A row is a phase: when it began, in seconds
 since the command, and how long it took; what lies inside another is indented,
 what another thread does is "beside". The first steps are waited for, so that
 each shows its own work.
@@ -14,7 +14,7 @@ each shows its own work.
 import argparse
 import json
 import os
-import subprocess
+import shutil
 import sys
 import tempfile
 import threading
@@ -37,7 +37,7 @@ SEAMS = (  # phases in the main process; those that this version or this run doe
     "utils.engine.checkpoint:Checkpoints.after_epoch", "utils.engine.checkpoint:Checkpoints.strip",
     "utils.loggers.results:RunReport.last_plots", "utils.loggers.results:RunReport.finish",
     "utils.loggers.tensorboard:TensorBoardLogger.finish",
-    "utils.loggers.results:plot_results", "utils.loggers.results:wait_for_background",
+    "utils.loggers.results:wait_for_background",
     "utils.engine.trainer:Trainer.step", "utils.engine.ema:ModelEMA.ema_for_evaluation", "train:log_scores",
     "utils.engine.evaluate:non_max_suppression", "utils.engine.evaluate:grids_of", "utils.plots.run:in_background",
     "utils.engine.evaluate:DetectionScores.summary",
@@ -152,10 +152,11 @@ def child(options):
     phases.add("Python", 0.0)
     sampler = Sampler(phases.now) if options.samples else None
     begin = phases.now()
-    from utils.system import driver
+    from utils.system import byte_code, driver
 
     patch("utils.system.driver:open_first_gpu", phases)
     driver.start_ahead(options.line)
+    byte_code.keep_ahead(options.line)
     import torch  # noqa: F401
 
     phases.add("import torch", begin)
@@ -225,6 +226,7 @@ def table(spans):
 
 def main(options):
     from tests.profile_training_loop import write_data
+    from utils.system import byte_code
 
     with tempfile.TemporaryDirectory() as folder:
         options.folder = options.folder or folder
@@ -236,7 +238,8 @@ def main(options):
                 if kind == "cold":
                     for path in Path(options.folder).rglob("*.cache*"):
                         path.unlink()
-                    subprocess.run(["rm", "-rf", str(cache)], check=True)
+                    for place in (cache, byte_code.folder()):
+                        shutil.rmtree(place, ignore_errors=True)
                 spans = measure(options, data, flags, cache, f"{number}{kind}")
                 print(f"{variant.strip()}, {kind}\n{table(spans) if spans else 'failed'}\n", flush=True)
 

@@ -1,0 +1,36 @@
+"""Byte code of what a fast run imports, kept in the user's cache folder where Python may keep none beside the sources.
+
+Installers such as uv leave torch without byte code, and images for containers often have PYTHONDONTWRITEBYTECODE set or
+packages that cannot be written to. Then each start compiles thousands of files: two of three seconds of torch's import.
+"""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from utils.system.driver import FLAGS
+
+
+def keep_ahead(words: Sequence[str], environment: Mapping[str, str] = os.environ, package: str = "torch") -> bool:
+    """Let Python keep byte code in `folder`, if the command line `words` asks for a fast run and `package` has none.
+
+    Call it before `package` is imported. Nothing changes where PYTHONPYCACHEPREFIX names a folder. What cannot be
+    written is compiled again at the next start; nothing is said. Returns whether that was done.
+    """
+    if sys.pycache_prefix or not any(word.startswith(FLAGS) for word in words):
+        return False
+    spec = find_spec(package)
+    if not (spec and spec.origin and spec.cached) or os.path.exists(spec.cached):
+        return False
+    if not sys.dont_write_bytecode and os.access(os.path.dirname(spec.origin), os.W_OK):
+        return False  # Python keeps it there as soon as it is imported
+    sys.pycache_prefix, sys.dont_write_bytecode = str(folder(environment)), False
+    return True
+
+
+def folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """Where it lies; tools that measure a first start remove it."""
+    cache = environment.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(cache).absolute() / "yolov7fast" / "byte_code"
