@@ -261,13 +261,6 @@ def test_plots_are_drawn_by_other_processes_at_once(two_processes, tmp_path):
     assert len({os.getpid(), *(int(file.read_text()) for file in files)}) == 3
 
 
-def test_waiting_may_leave_a_plot_out(two_processes, tmp_path):
-    slow = run.in_background(write_process, tmp_path / "slow", 1)
-    run.in_background(write_process, tmp_path / "quick")
-    run.wait_for_background(but=[slow])
-    assert (tmp_path / "quick").exists() and not slow.done()
-
-
 def test_background_error_is_logged_and_the_next_plot_drawn(tmp_path, caplog):
     run.in_background(image_grid.plot_images, np.zeros((0, 3, 8, 8)), np.zeros((0, 6)), None, "nothing.jpg")
     run.in_background(lambda: "cannot be sent")

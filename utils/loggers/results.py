@@ -203,14 +203,13 @@ class RunReport:
     def last_plots(self) -> None:
         """Let be drawn what shows the whole run; `finish` waits for it."""
         if self.draws_images:
-            course = in_background(plot_results, self.save_dir)
-            wait_for_background(but=[course])  # for what the last validation drew
-        self.tensorboard.predictions()
+            in_background(plot_results, self.save_dir)
 
     def finish(self) -> None:
         """Return when all plots are written and the event file is closed."""
-        self.tensorboard.finish(self.last_scores)
         wait_for_background()
+        self.tensorboard.predictions()  # which the last validation drew
+        self.tensorboard.finish(self.last_scores)
 
     # ---- details
 

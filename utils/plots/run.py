@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Executor, Future
 from functools import lru_cache, partial
 from pathlib import Path
@@ -69,9 +69,9 @@ def in_background(function: Callable, *args) -> Future:
     return task
 
 
-def wait_for_background(but: Collection[Future] = ()) -> None:
-    """Return when every plot handed to `in_background` is written; not waited for are those of `but`."""
-    for task in [task for task in _PENDING if task not in but]:
+def wait_for_background() -> None:
+    """Return when every plot handed to `in_background` is written."""
+    for task in list(_PENDING):
         drawn(task)
 
 
