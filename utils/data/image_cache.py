@@ -20,6 +20,7 @@ import numpy as np
 
 from utils.data.labels.cache import cache_location, signature
 from utils.data.training_size import load_scanned, resized_shape
+from utils.system.cores import usable_cores
 from utils.system.files import atomic_write, printable, remove_leftovers
 from utils.system.memory import check_memory, describe_bytes, give_back, shared_array
 from utils.system.progress import progress
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1  # raise it whenever the pixels of the same image change
 PORTION = 16  # images that a thread reads at a time
-THREADS = 8
+FEWEST_THREADS = 8  # that read: a disk may be slow where cores are few
 ATTEMPTS = 5  # at a file that is gone, or cannot be mapped, as soon as it is written
 RESERVE = 100e6  # bytes that stay free on the disk
 ADVICE = "--cache-images disk needs none; a smaller --img-size, or no --cache-images, needs less"
@@ -170,10 +171,10 @@ def _fill(dataset, places, title):
     read_in_threads(read, portions, title)
 
 
-def read_in_threads(read, portions, title, num_threads=THREADS):
+def read_in_threads(read, portions, title):
     """Call read(portion) for all `portions`, ranges of images, with a progress bar; whatever it raises ends all."""
     bar = progress(desc=title, total=sum(map(len, portions)), unit="img")
-    with ThreadPoolExecutor(num_threads) as pool, bar:
+    with ThreadPoolExecutor(max(FEWEST_THREADS, usable_cores())) as pool, bar:
         try:
             for portion, _ in zip(portions, pool.map(read, portions), strict=True):
                 bar.update(len(portion))

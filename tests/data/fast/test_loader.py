@@ -305,7 +305,7 @@ def test_pages_that_cannot_be_locked_only_cost_speed(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("status", [0, 2])
-def test_pages_are_locked_beside_the_workers(status, monkeypatch, caplog):
+def test_pages_are_locked_by_a_thread(status, monkeypatch, caplog):
     cudart = Cudart(status)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
@@ -321,14 +321,28 @@ def test_pages_are_locked_beside_the_workers(status, monkeypatch, caplog):
     assert not ring.is_locked and bool(cudart.registered) == bool(status)
 
 
+def test_pages_are_locked_once_and_not_before_the_first_pass(folder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    locked = []
+    monkeypatch.setattr(BatchRing, "lock_pages", lambda ring: locked.append(ring) or setattr(ring, "locking", True))
+    monkeypatch.setattr(BatchRing, "unlock_pages", lambda ring: None)
+    loader, _ = make_loader(folder, worker_tensor=True)
+    assert not locked
+    for _ in range(2):
+        assert list(loader)
+    assert locked == [loader.ring]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("patient", [True, False])
 def test_copies_on_a_busy_gpu_are_those_of_the_reference(patient, folder, monkeypatch):
     if not patient:  # the same without waiting for the copies: this test would see it
         monkeypatch.setattr(BatchRing, "release", lambda ring, slot, stream=None: ring.free.appendleft(slot))
     loader, _ = make_loader(folder, batch=3, worker_tensor=True)
-    loader.ring.locking.join()
-    assert next(iter(loader))[0].is_pinned()
+    for images, *_ in loader:
+        loader.ring.locking.join()
+        assert images.is_pinned()
+        break
     loader, _ = make_loader(folder, batch=3, worker_tensor=True)
     on_device = []
     for _ in range(3):

@@ -64,7 +64,8 @@ class BatchRing:
     def lock_pages(self):
         """Page-lock the slots, so that copies to the GPU run by themselves. A refusal only costs speed.
 
-        A thread does it, while the workers make the first batches; until then the copies wait for themselves.
+        A thread does it; until then the copies wait for themselves. It is quick when the workers have written to the
+        slots before; otherwise it fills them with zeros first, and whoever forks or takes memory meanwhile waits.
         """
         self.is_locked = True  # from here on a copy may be on its way when its slot is released
         device = torch.cuda.current_device()  # a thread begins with the first one, where it would make a context
@@ -228,8 +229,7 @@ class SharedMemoryLoader:
         if endless:
             self._start_workers()
             self._hand_out()
-        if lock_pages:  # after the fork: the workers need no part of it
-            self.ring.lock_pages()
+        self.lock_pages = lock_pages
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -265,6 +265,8 @@ class SharedMemoryLoader:
     def _begin_pass(self):
         if self.pool is None:
             self._start_workers()
+        if self.lock_pages and not self.ring.locking:  # after the fork: the workers need no part of it
+            self.ring.lock_pages()
         if self.endless:
             return
         while self.pending:  # of a pass that was left; the indices may change only when no worker reads them

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from utils.data.image_cache import THREADS, layout, read_in_threads
+from utils.data.image_cache import layout, read_in_threads
 from utils.data.training_size import load_scanned
-from utils.system.cores import usable_cores
 
 PIECE_BYTES = 16 << 20  # so much each thread decodes and copies at a time
 
@@ -44,7 +43,7 @@ class Filler:
     def decode(self, title: str) -> None:
         """Read this process's pieces from their files. Raises ValueError for an image that cannot be read."""
         mine = self.pieces[self.number :: self.count]
-        read_in_threads(self._decode, mine, title, max(THREADS, usable_cores()))
+        read_in_threads(self._decode, mine, title)
 
     def take_others(self) -> None:
         """Get what the other processes have decoded; all of them have to call it, after `decode`."""
