@@ -154,6 +154,7 @@ def finish_run(run, loaders, report, checkpoints, progress, seconds):
         for path in checkpoints.written() if run.data.is_coco and run.data.nc == 80 else ():
             score_checkpoint(path, run.data, run.options, loaders.val.dataset.img_size, iou_thres=0.7)
         checkpoints.strip(rebuild)
+        loaders.close()
     finally:
         report.finish()
     if run.ranks.is_main:

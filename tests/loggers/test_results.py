@@ -6,6 +6,7 @@ import io
 import logging
 import re
 import sys
+import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from tests import parity
 from utils.loggers import results as report_module
 from utils.loggers.clock import per_second
 from utils.loggers.results import NullReport, RunReport
+from utils.plots import run as plots
 
 NAMES = ["circle", "square"]
 RATES = (0.01, 0.01, 0.1)
@@ -217,6 +219,18 @@ def test_images_of_a_run(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {
         "results.txt", "results.csv", "results.png", "labels.jpg", *previews
     }  # fmt: skip
+
+
+def test_the_end_does_not_wait_for_figures_before_it_has_to(tmp_path):
+    report = open_quiet(tmp_path, images=True)
+    one_epoch(report, 0, num_labels=0)
+    slow = plots.in_background(time.sleep, 1)
+    shown = []
+    report.tensorboard.predictions = lambda: shown.append(slow.done())
+    report.last_plots()
+    assert not slow.done() and not shown
+    report.finish()
+    assert shown == [True] and (tmp_path / "results.png").exists()
 
 
 def test_previews_may_be_overwritten_and_only_open_a_run(tmp_path, monkeypatch):

@@ -1,10 +1,13 @@
 """What a run reads, and what it says when its data and its options or weights do not agree."""
 
+from multiprocessing import active_children
+
 import pytest
 import yaml
 
 import train
 from tests import small_run
+from utils.loggers import results
 
 
 def data_with(folder, line=None, **changes):
@@ -63,3 +66,14 @@ def test_overfit_says_that_its_images_have_no_boxes(tmp_path):
         file.write_text("0 .5 .5 .25 .5")
     with pytest.raises(ValueError, match=r"--overfit: the first 1 images, sorted by name, have no boxes, but 1 later"):
         small_run.run(tmp_path, "--overfit", "--subset-size", "1")
+
+
+@pytest.mark.parametrize("flags", [(), ("--fast",), ("--fast", "--notest")])
+def test_workers_have_ended_before_the_figures_are_waited_for(flags, tmp_path, monkeypatch):
+    alive = []
+    wait = results.wait_for_background
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr(results, "wait_for_background", lambda: alive.append(active_children()) or wait())
+    small_run.run(tmp_path, "--epochs", "1", "--workers", "2", *flags)
+    workers = [process.name for process in alive[0] if process.name.startswith("loader-")]
+    assert len(alive) == 1 and not workers

@@ -54,6 +54,12 @@ class Loaders:
         changed, self.size_of_gains = size != self.size_of_gains, size
         return changed
 
+    def close(self):
+        """After the last batch: end the workers, where that has to be waited for."""
+        for loader in (self.train, self.val):
+            if hasattr(loader, "close"):
+                loader.close()
+
 
 def open_loaders(run: Run, paths: Paths, stride: int, first_epoch: int, build_model: Callable) -> Loaders:
     """The Loaders of a run, with labels checked: ids within the classes, and at least one box to learn from.
