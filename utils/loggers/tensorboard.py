@@ -17,7 +17,7 @@ from utils.plots.run import drawn, in_background
 logger = logging.getLogger(__name__)
 
 NUM_MOSAICS = 3  # training batches shown
-LONGEST_SIDE, QUALITY = 1280, 92  # of images in the event file: pixels, as JPEG
+LONGEST_SIDE, QUALITY = 1280, 85  # of images in the event file: pixels, as JPEG
 SPEED_TAGS = {"gpu": "speed/gpu_utilisation", "main_cpu": "speed/main_cpu", "worker_cpu": "speed/worker_cpu"}
 
 
