@@ -199,9 +199,9 @@ def measure(options, data, flags, cache, name):
     out = Path(options.folder) / f"{name}.json"
     out.unlink(missing_ok=True)
     line = ["--data", str(data), "--cfg", options.cfg, "--hyp", options.hyp, "--img", str(options.img), "--batch-size",
-            str(options.batch), "--epochs", str(options.epochs), "--workers", str(options.workers), "--device",
-            options.device, "--project", str(Path(options.folder) / "runs"), "--notest", "--cache-images",
-            *flags]  # fmt: skip
+            str(options.batch), "--epochs", str(options.epochs), "--workers", str(options.workers),
+            "--project", str(Path(options.folder) / "runs"), "--notest", "--cache-images", *flags]  # fmt: skip
+    line += ["--device", options.device] if options.device else []  # with it the driver is not started ahead
     began = time.time()
     command = [sys.executable, __file__, "--child", str(out), *["--samples"] * options.samples, "--", *line]
     environment = os.environ | {"YOLOV7FAST_BEGAN": str(began), "TRITON_CACHE_DIR": str(cache)}

@@ -67,6 +67,22 @@ def test_only_fast_runs_on_the_first_gpu_start_it(line, environment, is_started,
     assert bool(opened) == is_started == bool(thread) and os.environ["CUDA_MODULE_LOADING"] == "EAGER"
 
 
+def test_it_waits_for_the_libraries_of_torch(monkeypatch):
+    opened = []
+    monkeypatch.setattr(driver, "open_first_gpu", lambda: opened.append(1))
+    monkeypatch.setattr(driver, "LIBRARIES", "not.yet")
+    thread = driver.start_ahead(["--fast"], {})
+    assert thread.is_alive() and not opened
+    monkeypatch.setitem(sys.modules, "not.yet", None)
+    thread.join()
+    assert opened
+
+
+def test_a_program_that_ends_without_torch_is_not_held_up():
+    program = "from utils.system import driver; assert driver.start_ahead(['--fast'], {})"
+    subprocess.run([sys.executable, "-c", program], cwd=PROJECT_ROOT, check=True, timeout=60)
+
+
 def test_nothing_of_torch_is_needed():
     program = "import sys; import utils.system.driver; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", program], cwd=PROJECT_ROOT, capture_output=True, text=True, check=True)

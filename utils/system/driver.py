@@ -1,12 +1,18 @@
-"""The driver of the GPU, started while Python still imports torch: both take seconds, and neither needs the other."""
+"""The driver of the GPU, started while Python still imports torch: the modules, when its libraries are loaded.
+
+Libraries and driver map memory by the hundred; at the same time they would only wait for each other.
+"""
 
 import ctypes
 import os
+import sys
+import time
 from collections.abc import Mapping, Sequence
-from threading import Thread
+from threading import Thread, main_thread
 
 FLAGS = ("--fast", "--cuda-graph")  # of runs that want to begin soon
 OTHERS = ("--device", "--resume", "--help")  # the GPU, or whether there is work, is not known before these are read
+LIBRARIES = "torch._C"  # module that loads them
 LAUNCHED = "RANK"  # environment variable of one of several processes, each with a GPU of its own
 
 
@@ -23,9 +29,18 @@ def start_ahead(words: Sequence[str], environment: Mapping[str, str] = os.enviro
         return None
     os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch sets it, which the driver reads once
     # No daemon: Python ends such threads wherever they are, which inside a library of C++ aborts the process.
-    thread = Thread(target=open_first_gpu, name="starting the driver")
+    thread = Thread(target=_open_in_time, name="starting the driver")
     thread.start()
     return thread
+
+
+def _open_in_time():
+    """Open the first GPU as soon as torch has its libraries; never, if the program ends before."""
+    while LIBRARIES not in sys.modules:
+        if not main_thread().is_alive():
+            return
+        time.sleep(0.005)
+    open_first_gpu()
 
 
 def open_first_gpu(load=ctypes.CDLL) -> bool:
