@@ -56,6 +56,7 @@ def test_a_folder_that_cannot_be_written_to_is_no_fault(start, tmp_path):
         ("--epochs 3", {"PYTHONDONTWRITEBYTECODE": "1"}),
         ("--fast", {}),  # Python keeps it beside the sources
         ("--fast", {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": "/nowhere"}),
+        ("--fast", {"PYTHONDONTWRITEBYTECODE": "1", "XDG_CACHE_HOME": "cache"}),
     ],
 )
 def test_else_nothing_is_changed(line, environment, start, tmp_path):

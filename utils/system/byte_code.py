@@ -26,11 +26,14 @@ def keep_ahead(words: Sequence[str], environment: Mapping[str, str] = os.environ
         return False
     if not sys.dont_write_bytecode and os.access(os.path.dirname(spec.origin), os.W_OK):
         return False  # Python keeps it there as soon as it is imported
-    sys.pycache_prefix, sys.dont_write_bytecode = str(folder(environment)), False
+    place = folder(environment)
+    if not place.is_absolute():  # a user without a home
+        return False
+    sys.pycache_prefix, sys.dont_write_bytecode = str(place), False
     return True
 
 
 def folder(environment: Mapping[str, str] = os.environ) -> Path:
     """Where it lies; tools that measure a first start remove it."""
     cache = environment.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(cache).absolute() / "yolov7fast" / "byte_code"
+    return Path(cache, "yolov7fast", "byte_code")
