@@ -50,6 +50,15 @@ def test_losses_come_in_blocks():
     assert len(steps.late_items()) == 1
 
 
+def test_every_epoch_begins_in_training_mode():
+    steps = FastSteps(new_trainer())
+    for epoch, batch in enumerate(batches(3)):
+        steps.begin_epoch()
+        assert all(module.training for module in steps.trainer.model.modules())
+        steps.step(epoch, epoch, batch)
+        list(steps.trainer.model.modules())[-epoch].eval()
+
+
 @pytest.mark.parametrize(("before", "after"), [(5e-3, 1e-4), (2e-5, 2e-5)])
 def test_other_threads_give_way_soon(before, after):
     usual = sys.getswitchinterval()

@@ -46,6 +46,10 @@ def test_usage_of_a_part():
     assert monitored.usage(end=1.0).main_cpu == pytest.approx(0.9)
     monitored.restart()
     assert len(monitored.samples) == 1 and monitored.samples[0].time > 4.0
+    monitored.sample()
+    newest = monitored.samples[-1]
+    monitored.restart()
+    assert monitored.samples == [newest]  # it is of this moment
 
 
 def test_memory_that_takes_long_to_measure_is_measured_rarely(monkeypatch):

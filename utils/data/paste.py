@@ -42,7 +42,9 @@ class Sample(NamedTuple):
         """
         x1, y1, x2, y2 = self.box
         pixels = self.canvas[y1:y2, x1:x2]
-        return cv2.copyTo(pixels - (pixels == 0).view(np.uint8), self._mask())  # 0 - 1 is 255
+        is_zero = (pixels == 0).view(np.uint8)
+        pixels = np.subtract(pixels, is_zero, out=is_zero)  # 0 - 1 is 255
+        return cv2.bitwise_and(pixels, cv2.cvtColor(self._mask(), cv2.COLOR_GRAY2BGR), dst=pixels)
 
     def _mask(self):
         """255 inside the outline, 0 outside [h x w of the box].
@@ -71,16 +73,16 @@ def sample_segments(canvas, labels, segments, probability=0.5):
     if not len(rows):
         return []
     height, width = canvas.shape[:2]
-    corners = labels[rows, 1:5].astype(np.int64).clip(0, (width - 1, height - 1) * 2).tolist()
-    categories, starts = labels[rows, 0].tolist(), polygons.starts()[rows].tolist()
-    points, counts = polygons.points.astype(np.int32), polygons.counts[rows].tolist()
-    samples = []
-    for j in random.sample(range(len(rows)), k=round(probability * len(rows))):
-        x1, y1, x2, y2 = corners[j]
-        if x2 > x1 and y2 > y1:
-            outline = points[starts[j] : starts[j] + counts[j]]
-            samples.append(Sample(categories[j], (x1, y1, x2, y2), outline, canvas))
-    return samples
+    chosen = rows[random.sample(range(len(rows)), k=round(probability * len(rows)))]
+    picked, ends = labels.take(chosen, 0), polygons.counts.cumsum().take(chosen)
+    corners, points = picked[:, 1:5].astype(np.int64), polygons.points.astype(np.int32)
+    np.minimum(np.maximum(corners, 0, out=corners), (width - 1, height - 1) * 2, out=corners)
+    columns = picked[:, 0], corners, ends - polygons.counts.take(chosen), ends
+    return [
+        Sample(category, (x1, y1, x2, y2), points[start:end], canvas)
+        for category, (x1, y1, x2, y2), start, end in zip(*(column.tolist() for column in columns), strict=True)
+        if x2 > x1 and y2 > y1
+    ]
 
 
 def copy_paste(img, labels, segments, probability):

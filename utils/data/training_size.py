@@ -1,5 +1,7 @@
 """An image of a data set at the size of the training, from its cache or from its file."""
 
+from functools import lru_cache
+
 import cv2
 
 from utils.data.images.reading import read_image
@@ -25,6 +27,7 @@ def load_image(dataset, index):
     return img, (height0, width0), (height, width)
 
 
+@lru_cache(maxsize=2**14)  # a mosaic asks for four of them
 def resized_shape(height, width, size):
     """(height, width) of an image whose long side becomes `size`; at least one pixel each.
 

@@ -82,9 +82,7 @@ class TensorBoardLogger:
         scalars |= {tag: getattr(usage, name) for name, tag in SPEED_TAGS.items()}
         for source in self.sources:
             scalars |= source()
-        for tag, value in scalars.items():
-            if value is not None:
-                self.writer.add_scalar(tag, value, epoch)
+        self._write([{"tag": tag, "simple_value": value} for tag, value in scalars.items() if value is not None], epoch)
         self._write_images([entry for entry in self.images if entry[1].done()])
 
     def image(self, tag, task):
@@ -115,13 +113,16 @@ class TensorBoardLogger:
         self.writer.close()
 
     def _write_images(self, entries):
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
         for tag, task in entries:
             self.images.remove((tag, task))
             if fields := drawn(task):
-                value = Summary.Value(tag=tag, image=Summary.Image(colorspace=3, **fields))
-                self.writer.file_writer.add_summary(Summary(value=[value]))
+                self._write([{"tag": tag, "image": {"colorspace": 3, **fields}}])
+
+    def _write(self, values, epoch=None):
+        """Write the `values`, fields of a Summary.Value, as one event; each one takes its time."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        self.writer.file_writer.add_summary(Summary(value=values), epoch)
 
 
 def event_image(array):

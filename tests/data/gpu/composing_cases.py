@@ -46,7 +46,8 @@ def interpreted(monkeypatch):
         return TensorHandle(exact.astype(x.data.dtype), z.dtype.scalar)
 
     monkeypatch.setattr(InterpreterBuilder, "create_fma", fma)
-    monkeypatch.setattr(compose_triton, "ROWS", 64)
+    monkeypatch.setattr(compose_triton, "ROWS", 32)
+    monkeypatch.setattr(compose_triton, "PARTS", 2)
 
 
 def room():

@@ -21,13 +21,20 @@ def _pixel(image, row, column, height, width, inside, OUTSIDE: tl.constexpr):
 
 
 @triton.jit
+def _above(byte):
+    """2**23 + a byte, as float32: its last bits are those of the byte, so that nothing is converted, which is slow."""
+    return (byte | 0x4B000000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def mixed(one, two, three, four, across, down, FLOATING: tl.constexpr, FRACTION: tl.constexpr):
     """One colour of the output, from four neighbours and the distances from the first: see deferred.py."""
     if FLOATING:
-        one, two, three, four = one.to(tl.float32), two.to(tl.float32), three.to(tl.float32), four.to(tl.float32)
-        top, bottom = tl.fma(across, two - one, one), tl.fma(across, four - three, three)
-        mixed = tl.fma(down, bottom - top, top)
-        return ((mixed + 12582912.0) - 12582912.0).to(tl.int32)  # 1.5 * 2**23: what is added rounds to a whole number
+        one, two, three, four = _above(one), _above(two), _above(three), _above(four)
+        top = tl.fma(across, two - one, one - 8388608.0)
+        bottom = tl.fma(across, four - three, three - 8388608.0)
+        above = tl.fma(down, bottom - top, top) + 8388608.0  # which rounds to a whole number
+        return above.to(tl.int32, bitcast=True) & 255
     else:  # noqa: RET505 (without it Triton compiles what follows in both cases)
         ONE: tl.constexpr = 1 << FRACTION
         HALF: tl.constexpr = 1 << (2 * FRACTION - 1)
@@ -73,14 +80,12 @@ def from_hsv(hue, saturation, value):
     angle, share = hue.to(tl.float32) * (6 / 180), saturation.to(tl.float32) * (1 / 255)
     value = value.to(tl.float32) * (1 / 255)
     sector = angle.to(tl.int32)
-    part, one = angle - sector.to(tl.float32), tl.full(angle.shape, 1.0, tl.float32)
-    part = tl.where(sector % 2 == 1, part, 1.0 - part)
+    part, one = tl.abs(angle - (sector | 1).to(tl.float32)), tl.full(angle.shape, 1.0, tl.float32)
     most, least = (value * 255.0).to(tl.int32), (value * (1.0 - share) * 255.0).to(tl.int32)
     middle = (value * tl.fma(-share, part, one) * 255.0).to(tl.int32)
-    red = tl.where(sector % 5 == 0, most, tl.where(sector % 3 == 1, middle, least))
-    green = tl.where((sector == 1) | (sector == 2), most, tl.where(sector % 3 == 0, middle, least))
-    blue = tl.where((sector == 3) | (sector == 4), most, tl.where(sector % 3 == 2, middle, least))
-    return red | green << 8 | blue << 16
+    # Where each of them goes, 5 bits for a sector: 0, 8, 8, 16, 16, 0 and 8, 0, 16, 8, 0, 16.
+    for_most, for_middle = 0x1082100 >> sector * 5 & 24, 0x20044008 >> sector * 5 & 24
+    return most << for_most | middle << for_middle | least << (24 - for_most - for_middle)
 
 
 @triton.jit
