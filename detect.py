@@ -8,6 +8,11 @@ import sys
 from functools import partial
 from pathlib import Path
 
+if __name__ == "__main__":  # before what takes seconds to import
+    from utils.system import signals
+
+    signals.quiet_interrupt()
+
 from models.experimental import Ensemble, attempt_load
 from utils.config.data_yaml import read_yaml
 from utils.config.flags import DETECT_FLAGS

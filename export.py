@@ -8,6 +8,11 @@ import logging
 import sys
 from pathlib import Path
 
+if __name__ == "__main__":  # before what takes seconds to import
+    from utils.system import signals
+
+    signals.quiet_interrupt()
+
 import torch
 
 from models.experimental import attempt_load

@@ -7,6 +7,11 @@ import json
 import logging
 from pathlib import Path
 
+if __name__ == "__main__":  # before what takes seconds to import
+    from utils.system import signals
+
+    signals.quiet_interrupt()
+
 import numpy as np
 import torch
 

@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":  # before torch is imported, which takes as long
-    from utils.system import byte_code, driver
+    from utils.system import byte_code, driver, signals
 
+    signals.quiet_interrupt()
     gc.disable()  # or Python would look for garbage among all that it imports, again and again
     driver.start_ahead(sys.argv[1:])
     byte_code.keep_ahead(sys.argv[1:])

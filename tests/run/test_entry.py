@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -325,6 +326,17 @@ def test_ctrl_c_and_sigterm_end_a_program_in_order(number):
             assert program.returncode == -number and not said
         else:
             assert program.returncode == 128 + number and said == f"{line}; the same command goes on\n"
+
+
+@pytest.mark.parametrize("program", ["train", "test", "detect", "export"])
+def test_ctrl_c_while_modules_are_imported_shows_no_traceback(program, tmp_path):
+    (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(600)\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen([sys.executable, f"{program}.py", "--fast"], cwd=ROOT, env=environment, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:  # fmt: skip
+        assert started.stdout.readline() == "importing\n"
+        started.send_signal(signal.SIGINT)
+        assert started.communicate(timeout=60)[1] == "" and started.returncode == -signal.SIGINT
 
 
 def test_other_errors_of_torch_keep_their_traceback():

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from utils.system.children import end_with_starter
 from utils.system.files import folded, printable
 from utils.system.memory import is_out_of_memory
-from utils.system.signals import Terminated, sigterm_raised, status_of
+from utils.system.signals import Terminated, interrupt_raised, sigterm_raised, status_of
 from utils.system.streams import LastingStream, keep_streams, wants_traceback
 
 # Modules whose warnings are about this process and its batches; what the others warn of is the same in every process.
@@ -83,6 +83,7 @@ def run(main: Callable[[Namespace], None], opt: Namespace, go_on: str = RESUME) 
     status = 0
     kept: list[BaseException] = []
     try:
+        interrupt_raised()
         _check_working_directory()
         with sigterm_raised():
             main(opt)

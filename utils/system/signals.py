@@ -15,6 +15,18 @@ def status_of(interruption: KeyboardInterrupt) -> int:
     return 128 + (signal.SIGTERM if isinstance(interruption, Terminated) else signal.SIGINT)
 
 
+def quiet_interrupt() -> None:
+    """Until `interrupt_raised`, Ctrl-C ends this process at once, without a traceback: while modules are imported."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where it is ignored
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def interrupt_raised() -> None:
+    """From here on Ctrl-C raises KeyboardInterrupt, as Python has it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @contextmanager
 def sigterm_raised() -> Iterator[None]:
     """Within, the first SIGTERM raises Terminated in the main thread.
