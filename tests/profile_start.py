@@ -5,10 +5,10 @@
         --variants "off, --fast"
 
 Each variant runs twice, as processes of their own: cold (no label cache, an
-empty TRITON_CACHE_DIR, none of the byte code that fast runs keep) and warm. A row is a phase: when it began, in seconds
-since the command, and how long it took; what lies inside another is indented,
-what another thread does is "beside". The first steps are waited for, so that
-each shows its own work.
+empty TRITON_CACHE_DIR, none of the byte code that fast runs keep) and warm. A
+row is a phase: when it began, in seconds since the command, and how long it
+took; what lies inside another is indented, what another thread does is
+"beside". The first steps are waited for, so that each shows its own work.
 """
 
 import argparse

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -22,6 +23,7 @@ from utils.system.files import PROJECT_ROOT
 
 TOOL = """
 import sys
+from contextlib import suppress
 from tools import run_trials
 from tools.experiments import command_line, runner
 runner.TRAIN, runner.POLL = [sys.executable, "tests/fake_train.py"], 0.02
