@@ -155,11 +155,11 @@ def test_lines_on_a_terminal():
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (20, 30)) if hasattr(termios, "tcsetwinsize") else pytest.skip("Python 3.11")
     pipe = io.StringIO()
-    with open(theirs, "w") as terminal:  # noqa: PTH123
-        with ProgressLines(2, terminal) as lines, ProgressLines(2, pipe) as silent:
-            for shown in (lines, silent):
-                shown.show(0, "cpu  trial_000  epoch 3")
-                shown.show(1, "cpu  trial_001  epoch 4  " + "x" * 80)
+    terminal = open(theirs, "w")  # noqa: PTH123, SIM115
+    with terminal, ProgressLines(2, terminal) as lines, ProgressLines(2, pipe) as silent:
+        for shown in (lines, silent):
+            shown.show(0, "cpu  trial_000  epoch 3")
+            shown.show(1, "cpu  trial_001  epoch 4  " + "x" * 80)
     written = b""
     with suppress(OSError):  # at the end; a read takes what has arrived, which may be a part
         while more := os.read(ours, 100_000):
