@@ -25,7 +25,7 @@ import platform
 import sys
 import traceback
 from collections import defaultdict
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -76,8 +76,8 @@ def network(variant, cfg, base, device):
         return translator._do(operations.Join(sources, target, list(range(len(sources)))))
 
     without = {
-        "now": mock.patch.object(plan, "MERGE", True),
-        "without merging": mock.patch.object(plan, "MERGE", False),
+        "now": nullcontext(),
+        "without merging": mock.patch.object(plan, "merged", list),
         "without stem": mock.patch.object(convolutions.Stem, "fits", staticmethod(lambda *_: False)),
         "without places": mock.patch.object(plan.Translator, "_joined", joined),
     }

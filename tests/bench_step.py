@@ -221,7 +221,7 @@ def limits(case, device):
         sum(p.float().square().mean() for p in steps.trainer.network(images)).backward()
     steps._lay_out()
     steps.sgd.collect()
-    rows["update"] = {"step": replayed(steps._update)}
+    rows["update"] = {"step": replayed(steps.update)}
     return rows
 
 

@@ -20,7 +20,6 @@ from models.multihead_attention import MultiHeadDetectAttention
 from models.yolo import Detect, IAuxDetect, IDetect
 
 HEADS = (Detect, IDetect, IAuxDetect, MultiHeadDetect, MultiHeadDetectAttention)  # that have operations
-MERGE = True  # False for comparisons: each convolution by itself
 
 
 class Translator:
@@ -241,8 +240,7 @@ class Plan:
 
     def __init__(self, model):
         translator = Translator(model)
-        operations = needed_only(translator.operations)
-        self.operations: list[PlanOperation] = merged(operations) if MERGE else operations
+        self.operations: list[PlanOperation] = merged(needed_only(translator.operations))
         self.images, self.outputs, self.ordinary = translator.images, translator.outputs, translator.ordinary
         self.heads = [operation for operation in self.operations if isinstance(operation, HeadOutput)]
         self.norms = [norm for operation in self.operations for norm in operation.norms()]

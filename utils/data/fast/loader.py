@@ -37,7 +37,6 @@ class LoaderOptions:
     seed: int | None = None
     first_epoch: int = 0
     defer_steps: bool = False  # the consumer understands a DeferredBatch
-    defer_affine: bool = True  # with its affines
     max_batches: int | None = None
     compose: Callable[[LoadImagesAndLabels, int, bool], LateSteps | None] | None = None
 
@@ -67,13 +66,13 @@ def build_loader(dataset: LoadImagesAndLabels, batch_size: int, workers: int, op
     if not options.worker_tensor:
         return _torch_loader(source, batches, batch_size, workers, options, image_weights, collate_fn, collate_fn4)
     if late is None and options.defer_steps:
-        late = _deferred_steps(dataset, collate_fn4, options.defer_affine)
+        late = _deferred_steps(dataset, collate_fn4)
     return _shared_memory_loader(source, batches, batch_size, workers, options, image_weights, collate_fn4, late)
 
 
-def _deferred_steps(dataset, collate_group, defer_affine):
+def _deferred_steps(dataset, collate_group):
     """The LateSteps of the samples, or None; without those that this GPU would make otherwise than the host."""
-    for with_affine in (True, False) if defer_affine else (False,):
+    for with_affine in (True, False):
         num_bytes = deferred_bytes(dataset, collate_group, with_affine)
         if num_bytes and gpu_agrees(dataset.img_size, num_bytes > STEPS):
             return LateSteps(num_bytes, DeferredDataset, DeferredBatch, CAPACITY if num_bytes > STEPS else 1)
