@@ -44,7 +44,7 @@ SMALL = {  # options, and patterns of what they have to print
     ),
     "tools/bench_samples.py": (
         "--images 6 --samples 10 --repeats 1 --sizes 64 --hyps tiny",
-        ["in a batch ms", "  64  tiny "],
+        ["plain ms +ours ms", "  64  tiny "],
     ),
     "tools/bench_samples.py --steps": (
         "--images 6 --samples 3 --repeats 1 --sizes 64 --hyps tiny",

@@ -7,8 +7,6 @@ Both make the same draws, so their samples must be equal, which is checked, too.
     python tools/bench_samples.py           # 320 and 640 px, p5 and tiny
     python tools/bench_samples.py --samples 320 --sizes 640 --cache --boxes
 
-"in a batch" is ours once more, written into a buffer that is there already, as the workers of --worker-tensor do it.
-
     python tools/bench_samples.py --steps   # microseconds of each step of ours
 
 A step's time is its own: what it calls of the other steps is left out. "later" are samples whose colours, flips and,
@@ -26,7 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -42,7 +40,7 @@ from utils.data import affine, mosaic, paste
 from utils.data import dataset as dataset_module
 from utils.data.fast.deferred import CAPACITY, DeferredDataset, rounding_mode, steps_bytes
 from utils.datasets import LoadImagesAndLabels as Dataset
-from utils.ops.boxes import resample_segments, segment2box
+from utils.ops.boxes import resample_segments, segment2box, segments2boxes
 from utils.run import entry
 
 
@@ -79,9 +77,8 @@ def random_polygon(rng):
 def box_around(line):
     """The label file's line of the box round a polygon."""
     category, *values = line.split()
-    points = np.array(values, float).reshape(-1, 2)
-    low, high = points.min(0), points.max(0)
-    return " ".join([category, *(f"{value:.6f}" for value in (*(low + high) / 2, *(high - low)))])
+    (box,) = segments2boxes([np.array(values, float).reshape(-1, 2)])
+    return " ".join([category, *(f"{value:.6f}" for value in box)])
 
 
 # The plain form of what our modules do in a quicker way.
@@ -137,23 +134,7 @@ def plain_form():
         yield
 
 
-@contextmanager
-def our_form():
-    yield
-
-
-@contextmanager
-def our_form_in_a_batch():
-    """Each sample goes where the last one was."""
-    places = {}
-    with mock.patch.object(
-        Dataset, "new_image",
-        lambda dataset, shape, dtype: places.setdefault(shape, np.empty(shape, dtype)),
-    ):  # fmt: skip
-        yield
-
-
-FORMS = {"plain": plain_form, "ours": our_form, "in a batch": our_form_in_a_batch}
+FORMS = {"plain": plain_form, "ours": nullcontext}
 
 
 def measure(dataset, form, num_samples, seed):
@@ -174,13 +155,11 @@ def compare(dataset, num_samples, repeats):
     """CPU ms per sample of each form in each repeat, measured in turns."""
     times = {name: [] for name in FORMS}
     for repeat in range(repeats):
-        expected = None
-        for name, form in FORMS.items():
-            duration, actual = measure(dataset, form, num_samples, repeat)
+        runs = [measure(dataset, form, num_samples, repeat) for form in FORMS.values()]
+        for name, (duration, _) in zip(FORMS, runs, strict=True):
             times[name].append(duration)
-            expected = expected or actual
-            if actual != expected:
-                raise ValueError(f"samples {name!r} differ from the plain form (seed {repeat})")
+        if runs[0][1] != runs[1][1]:
+            raise ValueError(f"our samples differ from those of the plain form (seed {repeat})")
     return times
 
 
