@@ -23,11 +23,11 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.coco.download import find_splits, in_order, listing, tasks_of
+from tools.coco.download import find_splits, tasks_of
 from tools.coco.labels import Placement, label_text, scaled_annotations
 from utils.data.affine import GREY
 from utils.data.images.reading import read_image, verify_image
-from utils.metrics.coco_annotations import read_annotations
+from utils.metrics.coco_annotations import in_order, listing, read_annotations
 from utils.run import entry
 from utils.system import folder_lock
 from utils.system.children import enter_child, forked_pool

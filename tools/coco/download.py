@@ -5,10 +5,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-from utils.metrics.coco_annotations import as_id, order_of
+from utils.metrics.coco_annotations import as_id, in_order
 from utils.system.files import printable, shown
-
-MAX_NAMED = 5  # images in a message
 
 
 class Split(NamedTuple):
@@ -76,13 +74,3 @@ def tasks_of(split, content, out):
         raise ValueError(f"{printable(split.annotations)} has annotations of images that it does not list, for "
                          f"instance of image {shown(next(iter(objects)))}")  # fmt: skip
     return list(tasks.values())
-
-
-def in_order(categories):
-    """The categories in the order of their ids, which is that of the classes."""
-    return sorted(categories, key=lambda category: order_of(category["id"]))
-
-
-def listing(names, separator=", "):
-    names = list(map(printable, names))
-    return separator.join([*names[:MAX_NAMED], *["..."] * (len(names) > MAX_NAMED)])

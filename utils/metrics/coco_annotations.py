@@ -190,7 +190,7 @@ def match_images(image_files, images, source):
     if missing:
         logger.warning(
             "%s does not name %d of the %d images%s: they are left out of the json and of the COCO score (%s)",
-            printable(source), len(missing), len(chosen), shared, _listing(missing),
+            printable(source), len(missing), len(chosen), shared, listing(missing),
         )  # fmt: skip
     return matched
 
@@ -248,7 +248,7 @@ def match_categories(names, categories, source):
     categories in the order of their ids, if there are as many as classes and no name that is found says otherwise.
     Else ValueError.
     """
-    categories = sorted(categories, key=lambda category: order_of(category["id"]))
+    categories = in_order(categories)
     ids = [category["id"] for category in categories]
     known = [str(category["name"]).strip().casefold() for category in categories]
     wanted = [name.strip().casefold() for name in names]
@@ -258,11 +258,11 @@ def match_categories(names, categories, source):
     strangers = [name for name, key in zip(names, wanted, strict=True) if key not in known]
     in_place = all(a == b for a, b in zip(wanted, known, strict=False) if a in known)
     if len(known) != len(wanted) or not in_place:
-        reason = f"not found: {_listing(strangers)}" if strangers else "names that are not unique, in another order"
+        reason = f"not found: {listing(strangers)}" if strangers else "names that are not unique, in another order"
         raise ValueError(f"the categories of {printable(source)} are not the {len(names)} classes ({reason})")
     if strangers:
         logger.warning("%s has no categories called %s: classes are matched by their order",
-                       printable(source), _listing(strangers))  # fmt: skip
+                       printable(source), listing(strangers))  # fmt: skip
     return ids
 
 
@@ -272,5 +272,11 @@ def order_of(value):
     return isinstance(known, str), known
 
 
-def _listing(values):
-    return ", ".join(map(printable, values[:MAX_NAMED])) + (", ..." if len(values) > MAX_NAMED else "")
+def in_order(categories):
+    """The categories in the order of their ids, which is that of the classes."""
+    return sorted(categories, key=lambda category: order_of(category["id"]))
+
+
+def listing(values, separator=", "):
+    """The first of `values`, for a message."""
+    return separator.join([*map(printable, values[:MAX_NAMED]), *["..."] * (len(values) > MAX_NAMED)])
