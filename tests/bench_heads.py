@@ -27,7 +27,7 @@ from models.yolo import Model
 from tests.bench_loss import graph_replay, in_words, make_case, measure
 from tools.experiments import command_line, markdown
 from utils.head_config import HeadConfig
-from utils.loss.batched import CLASSES
+from utils.loss.batched import CLASSES, grid_shapes
 from utils.loss.criterion import build_losses
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,9 +47,7 @@ class Step:
         self.model, self.images, self.targets = model, images, targets
         self.loss, _ = build_losses(model, classes=CLASSES, use_ota=use_ota)
         self.device = images.device
-        size, head = tuple(images.shape[2:]), model.model[-1]
-        self.shapes = [(len(images), head.na, size[0] // s, size[1] // s, head.no) for s in map(int, head.stride)]
-        self.size = size
+        self.size, self.shapes = tuple(images.shape[2:]), grid_shapes(model.model[-1], images.shape)
 
     def prepare(self):
         return self.loss.prepare(self.targets, self.shapes, self.size)

@@ -7,7 +7,7 @@ precision_recall   as metrics.precision_recall_curves, from tensors on any devic
 import numpy as np
 import torch
 
-from utils.metrics.detection import IOU_THRESHOLDS, NUM_CURVE_POINTS, RECALL_GRID, Curves
+from utils.metrics.detection import CURVE_AXIS, IOU_THRESHOLDS, RECALL_GRID, Curves, area
 from utils.ops.boxes import paired_iou
 
 TOGETHER = 500_000  # predictions of several classes whose curves are made at once
@@ -39,8 +39,7 @@ def match(rows, valid, labels, num_labels, iou_thresholds=IOU_THRESHOLDS):
 def precision_recall(tp, conf, pred_cls, target_cls, v5_metric=False):
     """Curves of a whole data set: tp [n x T], conf and pred_cls [n] on a device, target_cls [m] in NumPy."""
     classes, num_labels = np.unique(target_cls, return_counts=True)
-    axis = np.linspace(0, 1, NUM_CURVE_POINTS)
-    precision, recall, envelope = (np.zeros((len(classes), NUM_CURVE_POINTS)) for _ in range(3))
+    precision, recall, envelope = (np.zeros((len(classes), len(CURVE_AXIS))) for _ in range(3))
     ap = np.zeros((len(classes), tp.shape[1]))
 
     # NumPy's unstable order of equal confidences, as in the reference
@@ -56,9 +55,9 @@ def precision_recall(tp, conf, pred_cls, target_cls, v5_metric=False):
             conf.new_tensor(num_labels[rows]), v5_metric,
         )  # fmt: skip
         recall[rows], precision[rows], envelope[rows], at_grid = (part.cpu().numpy() for part in found)
-        ap[rows] = (np.diff(RECALL_GRID) * (at_grid[..., 1:] + at_grid[..., :-1]) / 2.0).sum(-1)
+        ap[rows] = area(at_grid)
     f1 = 2 * precision * recall / (precision + recall + 1e-16)
-    return Curves(axis, precision, recall, f1, axis, envelope, ap, classes.astype(np.int32))
+    return Curves(CURVE_AXIS, precision, recall, f1, CURVE_AXIS, envelope, ap, classes.astype(np.int32))
 
 
 def _of_similar_size(counts, most):
@@ -83,7 +82,7 @@ def _class_curves(tp, conf, starts, counts, num_labels, v5_metric):
     Recall and precision [c x 1000] by confidence, precision [c x 1000] by recall, all three at the first threshold, and
     the latter at COCO's recalls [c x T x 101].
     """
-    axis, grid = (torch.from_numpy(points).to(conf.device) for points in _axes())
+    axis, grid = (torch.from_numpy(points).to(conf.device) for points in (CURVE_AXIS, RECALL_GRID))
     place = torch.arange(int(counts.max()), device=conf.device)
     exists = place < counts[:, None]  # [c x n]; the rest is padding, which finds nothing
     index = torch.minimum(place, counts[:, None] - 1) + starts[:, None]
@@ -107,10 +106,6 @@ def _class_curves(tp, conf, starts, counts, num_labels, v5_metric):
     first = slice(None, None, tp.shape[1])
     by_recall = interpolate(axis.expand(len(counts), -1), recall[first], precision[first], precision[first, :1])
     return by_confidence[0::2], by_confidence[1::2], by_recall, at_grid.view(len(counts), -1, len(grid))
-
-
-def _axes():
-    return np.linspace(0, 1, NUM_CURVE_POINTS), RECALL_GRID
 
 
 def interpolate(x, xp, fp, left, last=None):

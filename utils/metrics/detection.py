@@ -8,7 +8,7 @@ import torch
 from utils.ops.boxes import box_iou
 
 IOU_THRESHOLDS = torch.linspace(0.5, 0.95, 10)
-NUM_CURVE_POINTS = 1000  # along the confidence (or recall) axis of the curves
+CURVE_AXIS = np.linspace(0, 1, 1000)  # of the curves: confidence, or recall
 RECALL_GRID = np.linspace(0, 1, 101)  # COCO's 101 recall values
 FITNESS_WEIGHTS = np.array([0.0, 0.0, 0.1, 0.9])  # of precision, recall, mAP@.5, mAP@.5:.95
 
@@ -82,8 +82,7 @@ def precision_recall_curves(
     Classes without labels are left out; a class without predictions has zeros, which count in means.
     """
     classes, num_labels = np.unique(target_cls, return_counts=True)
-    axis = np.linspace(0, 1, NUM_CURVE_POINTS)
-    precision, recall, envelope = (np.zeros((len(classes), NUM_CURVE_POINTS)) for _ in range(3))
+    precision, recall, envelope = (np.zeros((len(classes), len(CURVE_AXIS))) for _ in range(3))
     ap = np.zeros((len(classes), tp.shape[1]))
 
     order = np.argsort(-conf)  # stock behaviour: an unstable sort, so equal confidences come in NumPy's order
@@ -96,16 +95,16 @@ def precision_recall_curves(
         class_recall = hits / (n + 1e-16)
         class_precision = hits / np.arange(1, len(mine) + 1)[:, None]
         # interp wants ascending abscissae; left of the most confident prediction nothing is found and nothing is wrong
-        recall[row] = np.interp(-axis, -conf[mine], class_recall[:, 0], left=0)
-        precision[row] = np.interp(-axis, -conf[mine], class_precision[:, 0], left=1)
+        recall[row] = np.interp(-CURVE_AXIS, -conf[mine], class_recall[:, 0], left=0)
+        precision[row] = np.interp(-CURVE_AXIS, -conf[mine], class_precision[:, 0], left=1)
         for threshold in range(tp.shape[1]):
             r, p = _envelope(class_recall[:, threshold], class_precision[:, threshold], v5_metric)
-            ap[row, threshold] = _area(np.interp(RECALL_GRID, r, p))
+            ap[row, threshold] = area(np.interp(RECALL_GRID, r, p))
             if threshold == 0:
-                envelope[row] = np.interp(axis, r, p)
+                envelope[row] = np.interp(CURVE_AXIS, r, p)
 
     f1 = 2 * precision * recall / (precision + recall + 1e-16)
-    return Curves(axis, precision, recall, f1, axis, envelope, ap, classes.astype(np.int32))
+    return Curves(CURVE_AXIS, precision, recall, f1, CURVE_AXIS, envelope, ap, classes.astype(np.int32))
 
 
 def _envelope(recall, precision, v5_metric):
@@ -116,9 +115,9 @@ def _envelope(recall, precision, v5_metric):
     return recall, np.maximum.accumulate(precision[::-1])[::-1]
 
 
-def _area(precision):
-    """Area under `precision` at `RECALL_GRID` by the trapezium rule (np.trapz and np.trapezoid exist by turns)."""
-    return (np.diff(RECALL_GRID) * (precision[1:] + precision[:-1]) / 2.0).sum()
+def area(precision):
+    """Areas [...] under `precision` [... x 101] at `RECALL_GRID`, by the trapezium rule (np.trapz has two names)."""
+    return (np.diff(RECALL_GRID) * (precision[..., 1:] + precision[..., :-1]) / 2.0).sum(-1)
 
 
 def ap_per_class(
