@@ -16,6 +16,7 @@ from tests.forked import Forked
 from utils.system import children
 from utils.system.children import PARENT
 from utils.system.files import PROJECT_ROOT
+from utils.system.signals import Terminated, sigterm_raised
 
 WAITING = """
 import time
@@ -90,6 +91,26 @@ def test_forks_wait_for_a_thread_that_never_sleeps_less_and_less(monkeypatch):
     monkeypatch.setattr(children, "_others_work", lambda: False)
     children.let_threads_rest()
     assert children._patience == children.PATIENCE
+
+
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
+def test_a_signal_while_a_fork_waits_is_not_lost(number, raised, monkeypatch):
+    """Python prints and drops what is raised there."""
+    looks = []
+
+    def look():
+        looks.append(1)
+        if len(looks) == 1:
+            signal.raise_signal(number)
+        return len(looks) < 3
+
+    monkeypatch.setattr(children, "_others_work", look)
+    with pytest.raises(raised), sigterm_raised():
+        child = get_context("fork").Process(target=int)
+        child.start()
+        child.join()
+        time.sleep(10)
+    assert len(looks) == 3 and child.exitcode == 0
 
 
 def wait_for_a_worker():

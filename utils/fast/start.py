@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from threading import Lock, Thread
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from utils.fast.compile import tensors_in
 from utils.loss.batched import grid_shapes
 from utils.system.cores import one_thread
 from utils.system.files import counted
-from utils.system.signals import held_back
+from utils.system.signals import held_back, send_soon
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +48,13 @@ def prepare(is_ahead: bool, device: torch.device) -> Callable:
         loading = Thread(target=load_libraries, args=(device,), name="loading cuDNN")
         loading.start()
         # A process that is forked meanwhile would have the locks of that thread, and nobody to open them.
-        os.register_at_fork(before=loading.join)
+        os.register_at_fork(before=partial(_wait_for, loading))
     return compile_ahead if is_ahead else _nothing_ahead
+
+
+def _wait_for(thread):
+    with held_back(send_soon):
+        thread.join()
 
 
 def _nothing_ahead(steps, shape, num_steps):

@@ -12,6 +12,8 @@ from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 
+from utils.system.signals import held_back, send_soon
+
 PARENT = "YOLOV7FAST_PARENT"  # environment variable: the process that a run was started by and has to end with
 THREADS = Path("/proc/self/task")
 PATIENCE = 0.5  # seconds that a fork waits for threads that work; half as many after each time that they ran out
@@ -68,12 +70,12 @@ def let_threads_rest() -> None:
     """
     global _patience
     end = time.monotonic() + _patience
-    while _others_work():
-        if time.monotonic() > end:
-            _patience /= 2
-            return
-        time.sleep(GLANCE)
-    _patience = PATIENCE
+    with held_back(send_soon):
+        while is_late := _others_work():
+            if time.monotonic() > end:
+                break
+            time.sleep(GLANCE)
+    _patience = _patience / 2 if is_late else PATIENCE
 
 
 def _others_work():

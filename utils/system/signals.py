@@ -1,9 +1,13 @@
 """Ctrl-C and SIGTERM: both end a program by an exception in its main thread, and can be held back for a while."""
 
+import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Timer
+
+SOON = 0.2  # seconds
 
 
 class Terminated(KeyboardInterrupt):
@@ -53,10 +57,10 @@ def _raise_terminated(number, frame):
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
+def held_back(deliver: Callable[[int], object] = signal.raise_signal) -> Iterator[None]:
     """Within, the first Ctrl-C or SIGTERM waits for the end: for work that an exception must not break off.
 
-    A second one is not held back.
+    `deliver` gets its number then. A second one is not held back.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -76,7 +80,12 @@ def held_back() -> Iterator[None]:
     finally:
         _set(usual)
         if held:
-            signal.raise_signal(held[0])
+            deliver(held[0])
+
+
+def send_soon(number: int) -> None:
+    """Send this process a signal when the caller has returned: Python drops what is raised within hooks of a fork."""
+    Timer(SOON, os.kill, (os.getpid(), number)).start()
 
 
 def _set(handlers):
