@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -68,6 +69,18 @@ def test_byte_code_of_an_installation_is_used(start, tmp_path):
     start(line="")
     assert (tmp_path / "pack" / "__pycache__").exists()
     assert start(PYTHONDONTWRITEBYTECODE="1")[0] is False
+
+
+def test_none_is_kept_on_a_disk_that_is_nearly_full(monkeypatch, tmp_path):
+    """Python would leave a file that ends early there, with which no later start gets past its import."""
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(byte_code, "find_spec", lambda package: SimpleNamespace(origin="/no/pack.py", cached="/no/pyc"))
+    given = ["--fast"], {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    monkeypatch.setattr(byte_code, "ROOM", 2**62)
+    assert not byte_code.keep_ahead(*given) and sys.pycache_prefix is None
+    monkeypatch.setattr(byte_code, "ROOM", 0)
+    assert byte_code.keep_ahead(*given) and sys.pycache_prefix == str(tmp_path / "cache/yolov7fast/byte_code")
 
 
 def test_a_package_that_is_missing_is_left_to_its_import():

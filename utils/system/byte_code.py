@@ -5,12 +5,16 @@ packages that cannot be written to. Then each start compiles thousands of files:
 """
 
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from utils.system.driver import FLAGS
+
+# Bytes that have to be free: on a full disk Python may leave a file that ends early, which no later start gets past.
+ROOM = 2**30
 
 
 def keep_ahead(words: Sequence[str], environment: Mapping[str, str] = os.environ, package: str = "torch") -> bool:
@@ -27,10 +31,18 @@ def keep_ahead(words: Sequence[str], environment: Mapping[str, str] = os.environ
     if not sys.dont_write_bytecode and os.access(os.path.dirname(spec.origin), os.W_OK):
         return False  # Python keeps it there as soon as it is imported
     place = folder(environment)
-    if not place.is_absolute():  # a user without a home
+    if not place.is_absolute() or _free(place) < ROOM:  # a user without a home
         return False
     sys.pycache_prefix, sys.dont_write_bytecode = str(place), False
     return True
+
+
+def _free(place):
+    """Bytes that are free where `place` would be made; 0 if nobody knows."""
+    try:
+        return shutil.disk_usage(next(path for path in place.parents if path.is_dir())).free
+    except OSError:
+        return 0
 
 
 def folder(environment: Mapping[str, str] = os.environ) -> Path:
