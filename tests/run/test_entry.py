@@ -239,6 +239,14 @@ def test_a_gpu_that_does_no_more_work_is_asked_why_and_nothing_of_it_is_freed(fo
         assert done.stderr == f"error: {reason}{advice}{end}"
 
 
+def test_ctrl_c_ends_a_process_whose_gpu_failed_while_a_thread_is_stuck():
+    program = FAILED_GPU.replace('time.sleep(0.2) or print("written")', "time.sleep(0.5) or os.kill(os.getpid(), 2)")
+    program = program.replace("    for _", "    threading.Thread(target=time.sleep, args=(600,)).start()\n    for _")
+    done = subprocess.run([sys.executable, "-c", f"import os\n{program}", "CUDA error: gone", "any"], cwd=ROOT,
+                          capture_output=True, text=True, timeout=120)  # fmt: skip
+    assert done.returncode == 2 and done.stderr.startswith("error: CUDA error: gone; ") and done.stderr.count("\n") == 1
+
+
 def test_a_gpu_that_works_is_not_asked_for_long(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     monkeypatch.setattr("torch.cuda.current_stream", lambda: SimpleNamespace(query=lambda: False))

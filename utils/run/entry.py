@@ -128,12 +128,14 @@ def _leave(status):
     goes. Torch aborts when it cannot record an event for memory that goes; errors, which hold much, have to be kept.
     """
     gc.disable()
-    with suppress(Exception):
-        threading._shutdown()
-        atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(status)
+    try:
+        with suppress(Exception):
+            threading._shutdown()
+            atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    finally:  # also when Ctrl-C ends the wait for a thread
+        os._exit(status)
 
 
 def _report_unraisable(unraisable):
