@@ -114,14 +114,20 @@ def test_measured_on_the_gpu(flags, tmp_path):
 
 @pytest.mark.parametrize(
     ("flags", "steps"),
-    [("", 300 * 4), ("--epochs 7", 28), ("--epochs 7 --max-iter 3", 21), ("--epochs 7 --subset-size 4", 14)],
+    [
+        ("", 300 * 5),
+        ("--epochs 7", 35),
+        ("--epochs 7 --max-iter 3", 21),
+        ("--epochs 7 --subset-size 4", 14),
+        ("--epochs 7 --overfit", 28),
+    ],
 )
 def test_what_a_step_costs_is_measured_beside_the_run(flags, steps, monkeypatch, tmp_path):
     """Bytes beyond those that are taken already; the draws of the run go on as if nothing had happened.
 
     cuDNN searches as the run will, for torch takes what it finds for the run, too.
     """
-    for k in range(10):
+    for k in range(13):
         (tmp_path / f"{k}.jpg").touch()
     told, for_trials = [], fast_paths.for_trials
     monkeypatch.setattr(fast_paths, "for_trials", lambda *given: replace(

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from utils.config import resize_schedule
 from utils.config.hyp import scale_hyp
 from utils.data.labels.image_list import expand_paths
+from utils.data.subset import OVERFIT_SAMPLES
 from utils.engine import optimizer as optim
 from utils.engine.ema import ModelEMA
 from utils.engine.trainer import Trainer, freeze_layers
@@ -180,7 +181,8 @@ def step_cost(run: Run, build_model: Callable[[], nn.Module]) -> tuple[float, fl
 def most_steps(run):
     """How many steps the run makes at most."""
     opt, num_images = run.options, len(expand_paths(run.data.train))
-    num_batches = math.ceil(min(num_images, opt.subset_size or num_images) / opt.total_batch_size)
+    num_chosen = opt.subset_size or (OVERFIT_SAMPLES if opt.overfit else num_images)
+    num_batches = math.ceil(min(num_images, num_chosen) / opt.total_batch_size)
     return opt.epochs * min(num_batches, opt.max_iter or num_batches)
 
 
