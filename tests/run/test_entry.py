@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from tqdm import tqdm
@@ -245,6 +245,11 @@ def test_ctrl_c_ends_a_process_whose_gpu_failed_while_a_thread_is_stuck():
     done = subprocess.run([sys.executable, "-c", f"import os\n{program}", "CUDA error: gone", "any"], cwd=ROOT,
                           capture_output=True, text=True, timeout=120)  # fmt: skip
     assert done.returncode == 2 and done.stderr.startswith("error: CUDA error: gone; ") and done.stderr.count("\n") == 1
+
+
+def test_no_gpu_is_asked_while_torch_is_being_imported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    assert entry.gpu_failure() is None
 
 
 def test_a_gpu_that_works_is_not_asked_for_long(monkeypatch):

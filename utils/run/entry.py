@@ -114,10 +114,10 @@ def gpu_failure() -> str | None:
 
     It waits for nothing.
     """
-    torch = sys.modules.get("torch")
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)  # none while torch is being imported
     try:
-        if torch and torch.cuda.is_initialized():
-            torch.cuda.current_stream().query()
+        if cuda and cuda.is_initialized():
+            cuda.current_stream().query()
     except RuntimeError as failure:
         return str(failure)
     return None
