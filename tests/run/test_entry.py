@@ -195,7 +195,7 @@ import atexit, logging, os, sys, threading, time
 from types import SimpleNamespace
 from unittest import mock
 torch = mock.MagicMock()
-torch.distributed.is_available.return_value = False
+torch.distributed.is_available.return_value = torch.cuda.is_current_stream_capturing.return_value = False
 sys.modules |= {"torch": torch, "torch.distributed": torch.distributed}
 from utils.run import entry
 
@@ -252,8 +252,18 @@ def test_no_gpu_is_asked_while_torch_is_being_imported(monkeypatch):
     assert entry.gpu_failure() is None
 
 
+def test_no_gpu_is_asked_while_a_graph_is_captured(monkeypatch):
+    for name in ("is_initialized", "is_current_stream_capturing"):
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda: True)
+    monkeypatch.setattr(
+        "torch.cuda.current_stream", lambda: SimpleNamespace(query=lambda: raises(RuntimeError("asked"))(None))
+    )
+    assert entry.gpu_failure() is None
+
+
 def test_a_gpu_that_works_is_not_asked_for_long(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
     monkeypatch.setattr("torch.cuda.current_stream", lambda: SimpleNamespace(query=lambda: False))
     with pytest.raises(RuntimeError, match="a bug"):
         entry.run(raises(RuntimeError("a bug")), SimpleNamespace())

@@ -116,7 +116,8 @@ def gpu_failure() -> str | None:
     """
     cuda = getattr(sys.modules.get("torch"), "cuda", None)  # none while torch is being imported
     try:
-        if cuda and cuda.is_initialized():
+        # To ask in the midst of a capture would break it.
+        if cuda and cuda.is_initialized() and not cuda.is_current_stream_capturing():
             cuda.current_stream().query()
     except RuntimeError as failure:
         return str(failure)
