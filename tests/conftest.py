@@ -35,6 +35,13 @@ def one_thread():
 
 
 @pytest.fixture(autouse=True)
+def handlers_of_a_new_process():
+    """Programs that other tests ran to their end in this process have left other ones; a signal would end the tests."""
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+        signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
 def log_level():
     """A program that a test runs in this process sets the level of the root logger."""
     before = logging.root.level

@@ -11,13 +11,11 @@ NUMBERS = signal.SIGINT, signal.SIGTERM
 
 
 @pytest.fixture(autouse=True)
-def handlers_of_a_new_process():
-    """Programs that other tests ran to their end have left other ones."""
-    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGCHLD: signal.SIG_DFL}
-    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+def no_loader_of_torch():
+    """Its handler stays when other tests have had one."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    signal.signal(signal.SIGCHLD, before)
 
 
 @pytest.mark.parametrize(
