@@ -307,3 +307,5 @@ if __name__ == "__main__":
     gc.freeze()  # nor later: what is imported stays
     gc.enable()
     entry.run(main, opt)
+    if driver.wants_speed(sys.argv[1:]):
+        entry.leave()

@@ -25,8 +25,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 ROOT = Path(__file__).parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT))
 SEAMS = (  # phases in the main process; those that this version or this run does not have are left out
     "train:prepare_train_options", "train:load_hyp", "train:load_data_yaml", "utils.system.distributed:select_device",
     "utils.run.fast_paths:choose", "train:build_model", "train:open_trainer", "train:open_loaders",
@@ -178,6 +177,8 @@ def child(options):
             Path(options.child).write_text(json.dumps({"spans": phases.spans, "samples": sampler and sampler.stop()}))
 
     train.entry.run(watched, train.train_parser().parse_args(options.line))
+    if is_fast:
+        train.entry.leave()
 
 
 def patch(seam, phases):

@@ -108,6 +108,22 @@ def test_stripped_from_memory_as_from_the_files(best, can_link, tmp_path, monkey
     assert read_checkpoint(full).optimizer, "stripping twice changes nothing"
 
 
+def test_rebuilt_while_the_files_are_written(tmp_path, held):
+    checkpoints, trainer, rebuilt = BackgroundCheckpoints(tmp_path, epochs=1), run(new_trainer(), 2), []
+    checkpoints.after_epoch(lambda: trainer.checkpoint(0, 0.5, "", checkpoints.copies), 0, is_best=True)
+
+    def noted(stored):
+        rebuilt.append((tmp_path / "last.pt").exists())
+        held.set()
+        return rebuild(stored)
+
+    checkpoints.strip(noted)
+    assert rebuilt == [False], "once, of what is in memory"
+    state = read_checkpoint(tmp_path / "last.pt").for_inference().state
+    for name, value in trainer.ema.ema.state_dict().items():
+        assert torch.equal(state[name], value.half() if value.is_floating_point() else value), name
+
+
 def test_same_files_as_without_the_thread(tmp_path):
     for kind, folder in ((Checkpoints, tmp_path / "plain"), (BackgroundCheckpoints, tmp_path / "thread")):
         trainer = run(new_trainer(), 1)
@@ -226,11 +242,11 @@ def test_a_failed_write_is_warned_about_and_raised_at_the_next_save(tmp_path, mo
 
 
 def test_a_failed_last_write_is_raised_before_the_files_are_read(tmp_path, monkeypatch):
-    checkpoints = BackgroundCheckpoints(tmp_path, epochs=1)
+    checkpoints, trainer = BackgroundCheckpoints(tmp_path, epochs=1), new_trainer()
     monkeypatch.setattr(checkpoint, "save", lambda content, path: 1 / 0)
-    checkpoints.after_epoch(lambda: {"epoch": 0}, 0, is_best=False)
+    checkpoints.after_epoch(lambda: trainer.checkpoint(0, 0.5, ""), 0, is_best=False)
     with pytest.raises(ZeroDivisionError):
-        checkpoints.strip(None)
+        checkpoints.strip(rebuild)
 
 
 @pytest.mark.parametrize("flag", ["--fast-step", "--cuda-graph", "--fast"])

@@ -53,6 +53,17 @@ def test_nothing_is_made_without_a_gpu(caplog):
     assert not caplog.text
 
 
+@pytest.mark.parametrize(("before", "after"), [(5e-3, 1e-4), (2e-5, 2e-5)])
+def test_other_threads_give_way_soon(before, after):
+    usual = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(before)
+        start.prepare(False, torch.device("cpu"))
+        assert sys.getswitchinterval() == pytest.approx(after)
+    finally:
+        sys.setswitchinterval(usual)
+
+
 def test_libraries_are_loaded_before_a_process_is_forked(monkeypatch, caplog):
     """Half precision is computed on a CPU as well; a device that fails says so at the first step, not here."""
     hooks, started = [], []

@@ -1,7 +1,5 @@
 """The step that does not wait, against the reference: losses, weights, statistics, averages, momentum, checkpoints."""
 
-import sys
-
 import pytest
 import torch
 
@@ -57,17 +55,6 @@ def test_every_epoch_begins_in_training_mode():
         assert all(module.training for module in steps.trainer.model.modules())
         steps.step(epoch, epoch, batch)
         list(steps.trainer.model.modules())[-epoch].eval()
-
-
-@pytest.mark.parametrize(("before", "after"), [(5e-3, 1e-4), (2e-5, 2e-5)])
-def test_other_threads_give_way_soon(before, after):
-    usual = sys.getswitchinterval()
-    try:
-        sys.setswitchinterval(before)
-        FastSteps(new_trainer())
-        assert sys.getswitchinterval() == pytest.approx(after)
-    finally:
-        sys.setswitchinterval(usual)
 
 
 def test_bf16_on_a_cpu():

@@ -247,6 +247,34 @@ def test_ctrl_c_ends_a_process_whose_gpu_failed_while_a_thread_is_stuck():
     assert done.returncode == 2 and done.stderr.startswith("error: CUDA error: gone; ") and done.stderr.count("\n") == 1
 
 
+LEAVING = """
+import atexit, sys, threading, time
+from types import SimpleNamespace
+
+sys.modules["torch"] = SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: bool(sys.argv[1:])))
+from utils.run import entry
+
+class Kept:
+    def __del__(self):
+        print("freed")
+
+kept, entry.give_back_gpus = Kept(), lambda: print("given back")
+atexit.register(print, "put away")
+threading.Thread(target=lambda: time.sleep(0.2) or print("written")).start()
+entry.leave()
+print("still here")
+"""
+
+
+@pytest.mark.parametrize(
+    ("uses_gpu", "said"), [(True, "written\nput away\ngiven back\n"), (False, "still here\nwritten\nput away\nfreed\n")]
+)
+def test_a_program_with_a_gpu_leaves_without_freeing_anything(uses_gpu, said):
+    words = [sys.executable, "-c", LEAVING, *["gpu"] * uses_gpu]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
+
+
 def test_no_gpu_is_asked_while_torch_is_being_imported(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
     assert entry.gpu_failure() is None

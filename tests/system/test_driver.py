@@ -39,6 +39,24 @@ def test_without_a_driver_nothing_happens():
     assert not driver.open_first_gpu(load)
 
 
+def test_what_a_process_has_on_its_gpus_is_given_back():
+    library = Library(0, 0, 0, 101)
+
+    def two(count):
+        count._obj.value = 2
+        return library.calls.append("cuDeviceGetCount")
+
+    library.cuDeviceGetCount = two
+    driver.give_back_gpus(lambda name: library)
+    assert library.calls == [
+        "cuDeviceGetCount",
+        "cuDeviceGet",
+        "cuDevicePrimaryCtxReset_v2",
+        "cuDeviceGet",
+        "cuDevicePrimaryCtxReset_v2",
+    ]
+
+
 @pytest.mark.parametrize(
     ("line", "environment", "is_started"),
     [

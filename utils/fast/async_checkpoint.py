@@ -3,6 +3,7 @@
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from threading import Event
 
 import torch
 from torch import nn
@@ -27,7 +28,7 @@ class BackgroundCheckpoints(Checkpoints):
         super().__init__(folder, epochs, save_every_epoch, period)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._pending, self._newest = None, ((), {})  # the files that were written last, and what they hold
-        self.copies = HostCopies()
+        self.copies, self._is_filled = HostCopies(), Event()
 
     def initial(self, model):
         self.write(in_stock_order(model), [self.folder / "init.pt"])
@@ -40,13 +41,16 @@ class BackgroundCheckpoints(Checkpoints):
     def write(self, content, paths):
         self.copies.fetch()
         content = snapshot(content, self.copies.owned())
+        self._is_filled.clear()
         self._pending, self._newest = self._writer.submit(self._write_all, content, paths), (paths, content)
 
     def _write_all(self, content, paths):
         try:
             self.copies.fill()
+            self._is_filled.set()
             super().write(content, paths)
         except Exception as error:  # raised again by `wait`
+            self._is_filled.set()
             logger.warning("%s could not be written: %s", " or ".join(map(printable, paths)), cause_of(error))
             raise
 
@@ -61,7 +65,13 @@ class BackgroundCheckpoints(Checkpoints):
         return super().written()
 
     def strip(self, rebuild):
-        super().strip(rebuild)
+        if self._pending and not self._pending.done():  # while the files of the last epoch are being written
+            self._is_filled.wait()
+            newest = self.read(self.last).for_inference()
+            model = rebuild(newest)
+            super().strip(lambda stored: model if stored.yaml is newest.yaml else rebuild(stored))
+        else:
+            super().strip(rebuild)
         self._newest = (), {}
 
     def are_same(self):

@@ -5,6 +5,7 @@ cuDNN, cuBLAS       are loaded in a thread, while the model is built and the dat
 cuDNN's search      is left out in a run that is too short to win back the seconds that it takes
 Triton's kernels    are compiled and loaded in threads, all at once, instead of one after the other
 threads of torch    are not started for operations on the host, which are small: they would wait for each other
+threads of Python   give way to the main one soon
 """
 
 import logging
@@ -31,6 +32,9 @@ from utils.system.signals import held_back, send_soon
 logger = logging.getLogger(__name__)
 
 THREADS = min(16, os.cpu_count() or 1)
+# Seconds that a thread may keep the interpreter while another waits for it. With Python's 5 ms the thread that writes a
+# checkpoint or loads a library holds up the one that feeds the device, for tens of milliseconds in a step.
+SWITCH_INTERVAL = 1e-4
 # From so many steps on cuDNN searches for the fastest form of each convolution. That takes 3 to 8 s, and gains nothing
 # (yolov7-tiny; yolov7 at 320 px) to 1.5 ms of a step (yolov7x at 640 px) against the form that it takes by itself.
 SEARCH_STEPS = 3000
@@ -42,6 +46,7 @@ def prepare(is_ahead: bool, device: torch.device) -> Callable:
     Without `is_ahead` a function that does nothing in its place: what the first step runs is not known before it.
     """
     _leave_out_compiler()
+    sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = not is_ahead  # until the number of steps is known
         one_thread()

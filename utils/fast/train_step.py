@@ -6,7 +6,6 @@ in channels-last order, SGD and the moving average handle all tensors at once wi
 """
 
 import logging
-import sys
 from collections.abc import Callable
 
 import torch
@@ -21,10 +20,6 @@ from utils.system.distributed import unwrap
 
 logger = logging.getLogger(__name__)
 
-# Seconds that a thread may keep the interpreter while another waits for it. With Python's 5 ms the thread that writes a
-# checkpoint or draws a plot holds up the one that feeds the device, for tens of milliseconds in a step.
-SWITCH_INTERVAL = 1e-4
-
 
 class FastSteps:
     """Makes the steps of a Trainer, by the same methods; the Trainer stays the owner of all state.
@@ -36,7 +31,6 @@ class FastSteps:
 
     def __init__(self, trainer: Trainer, interval: int = 10, open_exchange: Callable[..., Alone] = Alone):
         self.trainer = trainer
-        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
         for model in (trainer.model, trainer.ema.ema):
             unwrap(model).to(memory_format=torch.channels_last)
         trainer.ema.half_copy = KeptHalfCopy()

@@ -275,7 +275,10 @@ def plot_confusion_matrix(matrix, names, save_dir):
     ax.grid(False)
     ax.spines[["top", "right"]].set_visible(True)
     few = size <= MANY_CLASSES + 10
-    image = ax.imshow(shares, cmap="Blues", norm=PowerNorm(1 if few else 0.5, vmin=0, vmax=1))
+    edges = np.arange(size + 1) - 0.5  # cells, not an image, of which each pixel of the figure would be looked up
+    image = ax.pcolormesh(edges, edges, shares, cmap="Blues", norm=PowerNorm(1 if few else 0.5, vmin=0, vmax=1))
+    ax.set_aspect("equal")
+    ax.invert_yaxis()
     figure.colorbar(image, ax=ax, shrink=0.8, fraction=0.05, label="share of the true objects")
     font_size = 9 if few else 7
     ax.set_xticks(range(size), labels, rotation=90, fontsize=font_size)

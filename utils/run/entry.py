@@ -17,6 +17,7 @@ from functools import partial, partialmethod
 from tqdm import tqdm
 
 from utils.system.children import end_with_starter
+from utils.system.driver import give_back_gpus
 from utils.system.files import folded, printable
 from utils.system.memory import is_out_of_memory
 from utils.system.signals import Terminated, interrupt_raised, sigterm_raised, status_of
@@ -124,15 +125,28 @@ def gpu_failure() -> str | None:
     return None
 
 
-def _leave(status):
-    """End this process after a `gpu_failure`: threads and what is to be done at the exit first, as usual, but no object
-    goes. Torch aborts when it cannot record an event for memory that goes; errors, which hold much, have to be kept.
+def leave() -> None:
+    """End a program that is done, sooner than Python would; without a GPU in use nothing happens.
+
+    What is to be done at the exit is done, but no object goes by itself, nor memory of a GPU.
+    """
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda and cuda.is_initialized():
+        _leave(0, give_back_gpus)
+
+
+def _leave(status, last=lambda: None):
+    """End this process: threads and what is to be done at the exit first, as usual, then `last`, but no object goes.
+
+    After a `gpu_failure` torch aborts when it cannot record an event for memory that goes; errors, which hold much,
+    have to be kept.
     """
     gc.disable()
     try:
         with suppress(Exception):
             threading._shutdown()
             atexit._run_exitfuncs()
+            last()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
     finally:  # also when Ctrl-C ends the wait for a thread

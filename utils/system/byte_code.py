@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from utils.system.driver import FLAGS
+from utils.system.driver import wants_speed
 
 # Bytes that have to be free: on a full disk Python may leave a file that ends early, which no later start gets past.
 ROOM = 2**30
@@ -23,7 +23,7 @@ def keep_ahead(words: Sequence[str], environment: Mapping[str, str] = os.environ
     Call it before `package` is imported. Nothing changes where PYTHONPYCACHEPREFIX names a folder. What cannot be
     written is compiled again at the next start; nothing is said. Returns whether that was done.
     """
-    if sys.pycache_prefix or not any(word.startswith(FLAGS) for word in words):
+    if sys.pycache_prefix or not wants_speed(words):
         return False
     spec = find_spec(package)
     if not (spec and spec.origin and spec.cached) or os.path.exists(spec.cached):

@@ -1,4 +1,6 @@
-"""The driver of the GPU, started while Python still imports torch: the modules, when its libraries are loaded.
+"""The driver of the GPU, started while Python still imports torch, and told when a program is done.
+
+It is started when torch's libraries are loaded, while Python imports the modules.
 
 Libraries and driver map memory by the hundred; at the same time they would only wait for each other.
 """
@@ -16,16 +18,20 @@ LIBRARIES = "torch._C"  # module that loads them
 LAUNCHED = "RANK"  # environment variable of one of several processes, each with a GPU of its own
 
 
+def wants_speed(words: Sequence[str]) -> bool:
+    """Whether the command line `words` asks for a fast run."""
+    return any(word.startswith(FLAGS) for word in words)
+
+
 def start_ahead(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> Thread | None:
     """Let a thread open the first GPU, if the command line `words` asks for a fast run there; returns the thread.
 
     torch later uses the very same context. Where anything fails nothing is said: torch will find out, and say it.
     """
-    is_fast = any(word.startswith(FLAGS) for word in words)
     typed = [word.partition("=")[0] for word in words]
     # argparse takes --dev for --device; a driver that has started no longer reads which GPUs it is to see
     names_others = any(other.startswith(word) for other in OTHERS for word in typed if len(word) > len("--"))
-    if not is_fast or LAUNCHED in environment or names_others:
+    if not wants_speed(words) or LAUNCHED in environment or names_others:
         return None
     os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch sets it, which the driver reads once
     # No daemon: Python ends such threads wherever they are, which inside a library of C++ aborts the process.
@@ -55,3 +61,20 @@ def open_first_gpu(load=ctypes.CDLL) -> bool:
         and driver.cuDeviceGet(ctypes.byref(device), 0) == 0
         and driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0
     )
+
+
+def give_back_gpus(load=ctypes.CDLL) -> None:
+    """Let the driver take back, as a whole, what this process has on its GPUs; nothing may use them afterwards.
+
+    A process that ends without it has everything taken back piece by piece.
+    """
+    try:
+        driver = load("libcuda.so.1")
+    except OSError:
+        return
+    count = ctypes.c_int()
+    driver.cuDeviceGetCount(ctypes.byref(count))
+    for number in range(count.value):
+        device = ctypes.c_int()
+        if driver.cuDeviceGet(ctypes.byref(device), number) == 0:
+            driver.cuDevicePrimaryCtxReset_v2(device)

@@ -17,6 +17,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from mmap import PAGESIZE
 from threading import Thread
 from typing import NamedTuple
 
@@ -54,18 +55,22 @@ class BatchRing:
     """`count` slots: `num_bytes` for images, and for each sample `num_step_bytes` and a key (epoch, position)."""
 
     def __init__(self, count, num_bytes, batch_size, num_step_bytes=0):
-        self.num_bytes, self.num_step_bytes = num_bytes, num_step_bytes
+        self.num_bytes, self.num_step_bytes, self.size = (
+            num_bytes,
+            num_step_bytes,
+            batch_size * num_step_bytes + num_bytes,
+        )
         # Anonymous, not in /dev/shm: that is small in containers, and what crashes there leaves files behind.
-        self.pixels = shared_array((count, num_bytes + batch_size * num_step_bytes), np.uint8)
+        self.pixels = shared_array((count, -(-self.size // PAGESIZE) * PAGESIZE), np.uint8)
         self.keys = shared_array((count, batch_size, 2), np.int64)
         self.free, self.leaving = deque(range(count)), deque()
-        self.count, self.is_locked, self.locking = count, False, None
+        self.count, self.is_locked, self.locking, self.locked = count, False, None, []
 
     def lock_pages(self):
         """Page-lock the slots, so that copies to the GPU run by themselves. A refusal only costs speed.
 
         A thread does it; until then the copies wait for themselves. It is quick when the workers have written to the
-        slots before; otherwise it fills them with zeros first, and whoever forks or takes memory meanwhile waits.
+        slots before; otherwise it fills them with zeros first. Whoever forks or takes memory waits for one slot.
         """
         self.is_locked = True  # from here on a copy may be on its way when its slot is released
         device = torch.cuda.current_device()  # a thread begins with the first one, where it would make a context
@@ -75,21 +80,25 @@ class BatchRing:
     def _lock_pages(self, device):
         try:
             torch.cuda.set_device(device)
-            status = torch.cuda.cudart().cudaHostRegister(self.pixels.ctypes.data, self.pixels.nbytes, 1)
+            for slot in self.pixels:
+                status = torch.cuda.cudart().cudaHostRegister(slot.ctypes.data, slot.nbytes, 1)
+                if int(status):
+                    break
+                self.locked.append(slot.ctypes.data)
         except RuntimeError as error:
             status = error
-        self.is_locked = not isinstance(status, RuntimeError) and int(status) == 0
-        if not self.is_locked:
+        self.is_locked = bool(self.locked)
+        if len(self.locked) < self.count:
             logger.warning("%s of batch buffers could not be page-locked (%s): copies to the GPU will be slower",
-                           describe_bytes(self.pixels.nbytes), status)  # fmt: skip
+                           describe_bytes(self.pixels[len(self.locked) :].nbytes), status)  # fmt: skip
 
     def unlock_pages(self):
         """Undo `lock_pages`; the memory must not go before."""
         if self.locking:
             self.locking.join()
-        if self.is_locked:
-            self.is_locked = False
-            torch.cuda.cudart().cudaHostUnregister(self.pixels.ctypes.data)
+        self.is_locked = False
+        while self.locked:
+            torch.cuda.cudart().cudaHostUnregister(self.locked.pop())
 
     def take(self, wait=False):
         """A slot that nobody holds, or None; with `wait` the oldest copy to the device is waited for."""
@@ -119,7 +128,7 @@ class BatchRing:
 
     def steps(self, slot):
         """The late steps of the samples in `slot` [batch size x num_step_bytes]."""
-        return self.pixels[slot, self.num_bytes :].reshape(-1, self.num_step_bytes)
+        return self.pixels[slot, self.num_bytes : self.size].reshape(-1, self.num_step_bytes)
 
     def images(self, slot, num_images, shape):
         """The batch in `slot` on the same memory: uint8 [num_images, *shape]."""
@@ -217,11 +226,13 @@ class SharedMemoryLoader:
                  collate_group: Callable | None = None, endless: bool = True, persistent: bool = True,
                  lock_pages: bool = False, late: LateSteps | None = None):  # fmt: skip
         self.dataset, self.source, self.batches, self.sampler = source.dataset, source, batches, batches.sampler
-        self.batch_size, self.num_workers, self.timeout = batch_size, workers, timeout
+        self.batch_size, self.timeout = batch_size, timeout
         self.endless, self.persistent, self.copy_stream = endless, persistent or endless, None
         self.group_size = 4 if collate_group else 1
         self.micro_batch = -(-micro_batch // self.group_size) * self.group_size  # a group is the work of one worker
         count = ring_length(workers, prefetch, self.micro_batch, batch_size)
+        most_tasks = count * -(-min(batch_size, len(self.dataset)) // self.micro_batch)
+        self.num_workers = min(workers, most_tasks)  # to fork one takes 15 ms; a few images keep a few of them busy
         self.late, self.ring = late, BatchRing(count, batch_bytes, batch_size, late.num_bytes if late else 0)
         self.writer = BatchWriter(source, self.ring, collate_group, late)
         self.keys, self.pool, self.owner = iter(()), None, os.getpid()
