@@ -1,6 +1,7 @@
 """What is made ahead of the first step, and that the steps do not notice."""
 
 import importlib
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -182,7 +183,7 @@ def test_kernels_are_ordered_and_not_run(monkeypatch):
         return mode.get().submit(kernel, compile_kernel, lambda _: None), warmup
 
     monkeypatch.setattr(jit.JITFunction, "run", run)
-    with start.compiled_in_threads(torch.device("cpu")) as kernels:
+    with start.compiled_ahead(torch.device("cpu")) as kernels:
         for name in ("a", "b", "bad", "a"):
             ordered, is_only_compiled = jit.JITFunction.run(name, 1, grid=(1,), warmup=False)
             assert is_only_compiled
@@ -191,6 +192,38 @@ def test_kernels_are_ordered_and_not_run(monkeypatch):
     assert sorted(done) == ["a", "b"] and len(kernels) == 3 and jit.JITFunction.run is run and mode.get() is None
     with pytest.raises(ZeroDivisionError):
         bad.result()
+
+
+def test_what_is_not_kept_is_compiled_by_processes(monkeypatch, tmp_path):
+    """Once each, and loaded here; what fails there is compiled again, by a thread."""
+    jit = pytest.importorskip("triton.runtime.jit")
+    mode = pytest.importorskip("triton.runtime._async_compile").active_mode
+    compiler = importlib.import_module("triton.compiler")
+    monkeypatch.setattr(compiler.ASTSource, "make_ir", lambda name: (tmp_path / name).write_text(str(os.getpid())))
+    monkeypatch.setattr(start, "usable_cores", lambda: 2)
+    (tmp_path / "kept").write_text("before")
+
+    def compile_kernel(name):
+        if not (tmp_path / name).exists():
+            if name == "bad" and multiprocessing.parent_process():
+                os._exit(1)
+            compiler.ASTSource.make_ir(name)
+        return SimpleNamespace(run=name)
+
+    def run(name, *args, grid, warmup, **options):
+        return mode.get().submit(name, lambda: compile_kernel(name), lambda _: None)
+
+    monkeypatch.setattr(jit.JITFunction, "run", run)
+    names = ["kept", "bad", *"abcde"]
+    with start.compiled_ahead(torch.device("cpu")) as kernels:
+        for name in names:
+            jit.JITFunction.run(name, grid=(1,), warmup=False)
+    assert [kernel.result().run for kernel in kernels] == names
+    by = {name: (tmp_path / name).read_text() for name in names}
+    own = str(os.getpid())
+    assert by.pop("kept") == "before" and by.pop("bad") == own and own not in by.values()
+    compiler.ASTSource.make_ir("later")
+    assert (tmp_path / "later").read_text() == own, "Triton compiles again by itself"
 
 
 def test_each_kernel_keeps_its_own_launcher(monkeypatch):
@@ -205,7 +238,7 @@ def test_each_kernel_keeps_its_own_launcher(monkeypatch):
         return shared
 
     monkeypatch.setattr(build, "_load_module_from_path", load)
-    with start.compiled_in_threads(torch.device("cpu")):
+    with start.compiled_ahead(torch.device("cpu")):
         launchers = [build._load_module_from_path("__triton_launcher", path) for path in ("one", "other")]
     assert [launcher.launch for launcher in launchers] == ["one", "other"]
     assert build._load_module_from_path is load
@@ -235,7 +268,7 @@ def test_the_first_step_finds_its_kernels(monkeypatch):
     network, loss = fused_model(model), BatchedLossOTA(model)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     total = start.dry_loss(loss, (4, 3, 64, 64), device)
-    with start.compiled_in_threads(device) as kernels:
+    with start.compiled_ahead(device) as kernels:
         start.dry_pass(network, torch.zeros(4, 3, 64, 64, device=device), lambda: torch.autocast("cuda"), total)
     assert kernels and all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     late = []

@@ -3,7 +3,8 @@
 torch's compiler    is not imported only because an optimiser is made
 cuDNN, cuBLAS       are loaded in a thread, while the model is built and the data are read
 cuDNN's search      is left out in a run that is too short to win back the seconds that it takes
-Triton's kernels    are compiled and loaded in threads, all at once, instead of one after the other
+Triton's kernels    are loaded by threads, all at once, and compiled before that by processes: threads of Python would
+                    wait for each other
 threads of torch    are not started for operations on the host, which are small: they would wait for each other
 threads of Python   give way to the main one soon
 """
@@ -14,9 +15,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from threading import Lock, Thread
+from multiprocessing import get_context
+from threading import Lock, Thread, local
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,13 +27,15 @@ from torch.nn import functional
 
 from utils.fast.compile import tensors_in
 from utils.loss.batched import grid_shapes
-from utils.system.cores import one_thread
+from utils.system.children import enter_child
+from utils.system.cores import one_thread, usable_cores
 from utils.system.files import counted
 from utils.system.signals import held_back, send_soon
 
 logger = logging.getLogger(__name__)
 
 THREADS = min(16, os.cpu_count() or 1)
+MOST_COMPILED = 256  # kernels; their numbers are bytes
 # Seconds that a thread may keep the interpreter while another waits for it. With Python's 5 ms the thread that writes a
 # checkpoint or loads a library holds up the one that feeds the device, for tens of milliseconds in a step.
 SWITCH_INTERVAL = 1e-4
@@ -110,7 +114,7 @@ def compile_ahead(steps: Any, shape: Sequence[int], num_steps: int) -> None:
     logger.info("Preparing the kernels for images %s ...", " x ".join(map(str, shape)))
     with held_back():
         total = dry_loss(trainer.compute_loss, shape, device)  # first: it asks the device whether kernels work
-        with getattr(steps, "on_stream", nullcontext)(), compiled_in_threads(device) as kernels:
+        with getattr(steps, "on_stream", nullcontext)(), compiled_ahead(device) as kernels:
             images = steps.as_input(torch.zeros(shape, dtype=torch.uint8, device=device))
             dry_pass(trainer.network, images, trainer.autocast, total)
         torch.cuda.synchronize(device)
@@ -153,23 +157,22 @@ def dry_pass(network: torch.nn.Module, images: torch.Tensor, autocast: Callable,
 
 
 @contextmanager
-def compiled_in_threads(device: torch.device) -> Iterator[list[Future]]:
-    """While this lasts, calls of Triton kernels only order their compilation, from threads; the end waits for all.
+def compiled_ahead(device: torch.device) -> Iterator[list[Future]]:
+    """While this lasts, calls of Triton kernels only order them, from threads; at the end all are compiled and loaded.
 
     Nothing is launched, so results have the right shapes and any content. Yields the list of what was ordered. A kernel
     that fails says so where it is used. Where Triton is missing, or is older than 3.5, nothing is different.
     """
     try:
+        from triton.compiler import ASTSource
         from triton.runtime import build
         from triton.runtime._async_compile import AsyncCompileMode, active_mode
         from triton.runtime.jit import JITFunction
 
-        load = build._load_module_from_path
+        run, load, translate = JITFunction.run, build._load_module_from_path, ASTSource.make_ir
     except (ImportError, AttributeError):
         yield []
         return
-
-    run = JITFunction.run
 
     def order(kernel, *args, grid, warmup, **options):
         token = active_mode.set(mode)  # here, because autograd has threads of its own
@@ -178,16 +181,21 @@ def compiled_in_threads(device: torch.device) -> Iterator[list[Future]]:
         finally:
             active_mode.reset(token)
 
-    with (
-        ThreadPoolExecutor(THREADS, "compiling", _enter, (device,)) as pool,
-        AsyncCompileMode(_Loading(pool), ignore_errors=True) as mode,
-    ):
-        JITFunction.run, build._load_module_from_path = order, _loaded_alone(load)
-        try:
-            yield mode.raw_futures
-        finally:
-            wait(mode.raw_futures)
-            JITFunction.run, build._load_module_from_path = run, load
+    def translate_what_is_due(*args, **options):
+        orders.check()
+        return translate(*args, **options)
+
+    with ThreadPoolExecutor(THREADS, "loading", _enter, (device,)) as pool:
+        orders = _Orders(pool)
+        with AsyncCompileMode(orders, ignore_errors=True) as mode:
+            JITFunction.run, build._load_module_from_path, ASTSource.make_ir = (
+                order, _loaded_alone(load), translate_what_is_due,
+            )  # fmt: skip
+            try:
+                yield mode.raw_futures
+            finally:
+                orders.complete()
+                JITFunction.run, build._load_module_from_path, ASTSource.make_ir = run, load, translate
 
 
 def _loaded_alone(load):
@@ -211,17 +219,69 @@ def _enter(device):
         torch.cuda.set_device(device)
 
 
-class _Loading(Executor):
-    """Compiles kernels in a pool, and loads them there as well, which may compile a launcher."""
+class _NotKept(Exception):
+    """Raised instead of compiling a kernel that is not in Triton's cache."""
+
+
+class _Orders(Executor):
+    """Loads kernels by threads: at once what Triton has kept, the others when `complete` has let them be compiled."""
 
     def __init__(self, pool):
-        self.pool = pool
+        self.pool, self.tried, self.missing = pool, [], []
+        self.thread = local()  # .only_kept: whether this thread is to compile nothing
 
     def submit(self, compile_kernel):
-        return self.pool.submit(self._loaded, compile_kernel)
+        """The Future of what `compile_kernel()` returns; Triton compiles in it, or finds what it has kept."""
+        ordered = Future()
+        self.tried.append(self.pool.submit(self._load, compile_kernel, ordered, only_kept=True))
+        return ordered
 
-    @staticmethod
-    def _loaded(compile_kernel):
-        kernel = compile_kernel()
-        kernel.run  # noqa: B018, it loads what it is asked for
-        return kernel
+    def complete(self):
+        wait(self.tried)
+        compile_in_processes([compile_kernel for compile_kernel, _ in self.missing])
+        wait([self.pool.submit(self._load, *order, only_kept=False) for order in self.missing])
+
+    def check(self):
+        """Called where Triton begins to compile, which it does only what it has not kept."""
+        if getattr(self.thread, "only_kept", False):
+            raise _NotKept
+
+    def _load(self, compile_kernel, ordered, only_kept):
+        self.thread.only_kept = only_kept
+        try:
+            kernel = compile_kernel()
+            kernel.run  # noqa: B018, it loads what it is asked for, and may compile a launcher
+        except _NotKept:
+            self.missing.append((compile_kernel, ordered))
+        except BaseException as error:
+            ordered.set_exception(error)
+        else:
+            ordered.set_result(kernel)
+
+
+def compile_in_processes(compiles: Sequence[Callable]) -> None:
+    """Call each of `compiles`, which return kernels, once, in forked processes, one for each core.
+
+    Triton keeps what they compile, launchers too. What fails in them is not kept, and compiled again by whoever needs
+    it.
+    """
+    from triton.runtime.driver import driver
+
+    compiles, parent = compiles[:MOST_COMPILED], os.getpid()
+    numbers, ends = os.pipe()  # a common list of what is left to do
+    os.write(ends, bytes(range(len(compiles))))
+    os.close(ends)
+
+    def work():
+        enter_child(parent)
+        while number := os.read(numbers, 1):
+            with suppress(Exception):
+                kernel = compiles[number[0]]()
+                driver.active.launcher_cls(kernel.src, kernel.metadata)
+
+    processes = [get_context("fork").Process(target=work) for _ in range(min(len(compiles), usable_cores()))]
+    for process in processes:
+        process.start()
+    os.close(numbers)
+    for process in processes:
+        process.join()
