@@ -133,7 +133,7 @@ def table(opt: Namespace, device: torch.device) -> tuple[FastPath, ...]:
         FastPath("steps", "captured in a CUDA graph", graph, why_no_graph(opt, device),
                  lambda _: partial(load("utils.fast.graph_step:GraphSteps"), **step_options(opt)),
                  is_loud=opt.cuda_graph),
-        FastPath("ahead", "kernels compiled ahead, by all cores" if on_gpu else "torch's compiler is not loaded", step, None,
+        FastPath("ahead", "kernels made ready by all cores" if on_gpu else "torch's compiler is not loaded", step, None,
                  lambda _: load("utils.fast.start:prepare")(why_not_ahead(opt, compiling) is None, device)),
         FastPath("evaluate", "on the device, in batches (fast/validation.py)", validation, None,
                  lambda _: load("utils.fast.validation:FastValidation")()),
