@@ -101,14 +101,14 @@ def train(given):
     loaders = open_loaders(run, paths, stride, progress.start_epoch, lambda: build_model(run)[0])
     resume.note_images(progress, loaders.dataset.img_files, opt)
     run.check_alike(model, loaders.dataset.labels)
-    report, checkpoints = open_records(given, paths, progress, heads_of(model))
-    report.also(steps.scalars)
+    report, checkpoints = open_records(given, paths, progress, steps.scalars, heads_of(model))
     if not opt.resume:
         report.labels(loaders.dataset.labels)
         if ranks.is_main:  # the other processes receive the anchors with the weights
             check_anchors(loaders.dataset, model, run.hyp["anchor_t"], loaders.sizes.final, refit=not opt.noautoanchor)
             trainer.ema.copy_anchors(model)
         model.half().float()  # stock behaviour: a fresh run starts from weights rounded to half precision
+    loaders.begin()
     prepare_model(run, model, loaders.dataset.labels, loaders.sizes.final)
     if not opt.resume:
         checkpoints.initial(model)
@@ -270,8 +270,8 @@ def prepare_model(run, model, labels, image_size):
     model.class_weights = labels_to_class_weights(labels, nc).to(next(model.parameters()).device) * nc
 
 
-def open_records(given, paths, progress, heads=()):
-    """Report and checkpoints of this process; the main one also writes hyp.yaml and opt.yaml, as they were given.
+def open_records(given, paths, progress, scalars, heads=()):
+    """Report, with `scalars()`, and checkpoints of this process; the main one writes hyp.yaml and opt.yaml as given.
 
     The run folder appears here, when all input has been found good.
     """
@@ -279,6 +279,7 @@ def open_records(given, paths, progress, heads=()):
     open_run_folder(opt, ranks)
     folder = Path(opt.save_dir)
     report, checkpoints = open_report(opt, given.data.names, ranks, heads), NoCheckpoints()
+    report.also(scalars)
     if ranks.is_main and not opt.resume:
         save_hyp(given.hyp, folder / "hyp.yaml")  # not the adapted ones: a resumed run adapts them again
         save_options(opt, folder / "opt.yaml")

@@ -26,7 +26,7 @@ def new_figure(rows=1, columns=1, size=(8, 6), used=None):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=size, layout="constrained")
+    figure = Figure(figsize=size, dpi=150, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)  # inches
     FigureCanvasAgg(figure)
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
@@ -44,7 +44,7 @@ def save_figure(figure, path):
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     use_fonts(figure)
-    content = _drawn(figure, format=path.suffix[1:], dpi=150)  # it takes longest: a kill leaves no temporary file
+    content = _drawn(figure, format=path.suffix[1:])  # it takes longest: a kill leaves no temporary file
     with atomic_write(path) as file:
         file.write(content)
     return path
@@ -52,15 +52,15 @@ def save_figure(figure, path):
 
 def _drawn(figure, **options):
     """The bytes of a figure. Its layout leaves nothing to be cut off; where names are too long for it, it grows."""
-    content = BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "constrained_layout not applied")
         try:
-            figure.savefig(content, **options)
+            figure.get_layout_engine().execute(figure)
         except UserWarning:
-            figure.set_layout_engine("none")
-            content = BytesIO()
-            figure.savefig(content, **options, bbox_inches="tight")
+            options["bbox_inches"] = "tight"
+    figure.set_layout_engine(None)  # or it would be laid out twice more
+    content = BytesIO()
+    figure.savefig(content, **options)
     return content.getvalue()
 
 

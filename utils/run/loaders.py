@@ -38,6 +38,11 @@ class Loaders:
     def __post_init__(self):
         self.size_of_gains = self.sizes.final
 
+    def begin(self):
+        """Let workers begin ahead of the first epoch: to fork another process is slow while they are busy."""
+        for loader in (self.train, self.val):
+            getattr(loader, "begin", lambda: None)()
+
     def enter(self, epoch):
         """Begin an epoch. True when the gains of the losses have to follow, which were made for the final size.
 

@@ -17,7 +17,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from mmap import PAGESIZE
 from threading import Thread
 from typing import NamedTuple
 
@@ -55,22 +54,18 @@ class BatchRing:
     """`count` slots: `num_bytes` for images, and for each sample `num_step_bytes` and a key (epoch, position)."""
 
     def __init__(self, count, num_bytes, batch_size, num_step_bytes=0):
-        self.num_bytes, self.num_step_bytes, self.size = (
-            num_bytes,
-            num_step_bytes,
-            batch_size * num_step_bytes + num_bytes,
-        )
+        self.num_bytes, self.num_step_bytes = num_bytes, num_step_bytes
         # Anonymous, not in /dev/shm: that is small in containers, and what crashes there leaves files behind.
-        self.pixels = shared_array((count, -(-self.size // PAGESIZE) * PAGESIZE), np.uint8)
+        self.pixels = shared_array((count, num_bytes + batch_size * num_step_bytes), np.uint8)
         self.keys = shared_array((count, batch_size, 2), np.int64)
         self.free, self.leaving = deque(range(count)), deque()
-        self.count, self.is_locked, self.locking, self.locked = count, False, None, []
+        self.count, self.is_locked, self.locking = count, False, None
 
     def lock_pages(self):
         """Page-lock the slots, so that copies to the GPU run by themselves. A refusal only costs speed.
 
         A thread does it; until then the copies wait for themselves. It is quick when the workers have written to the
-        slots before; otherwise it fills them with zeros first. Whoever forks or takes memory waits for one slot.
+        slots before; otherwise it fills them with zeros first, and whoever forks or takes memory meanwhile waits.
         """
         self.is_locked = True  # from here on a copy may be on its way when its slot is released
         device = torch.cuda.current_device()  # a thread begins with the first one, where it would make a context
@@ -80,25 +75,21 @@ class BatchRing:
     def _lock_pages(self, device):
         try:
             torch.cuda.set_device(device)
-            for slot in self.pixels:
-                status = torch.cuda.cudart().cudaHostRegister(slot.ctypes.data, slot.nbytes, 1)
-                if int(status):
-                    break
-                self.locked.append(slot.ctypes.data)
+            status = torch.cuda.cudart().cudaHostRegister(self.pixels.ctypes.data, self.pixels.nbytes, 1)
         except RuntimeError as error:
             status = error
-        self.is_locked = bool(self.locked)
-        if len(self.locked) < self.count:
+        self.is_locked = not isinstance(status, RuntimeError) and int(status) == 0
+        if not self.is_locked:
             logger.warning("%s of batch buffers could not be page-locked (%s): copies to the GPU will be slower",
-                           describe_bytes(self.pixels[len(self.locked) :].nbytes), status)  # fmt: skip
+                           describe_bytes(self.pixels.nbytes), status)  # fmt: skip
 
     def unlock_pages(self):
         """Undo `lock_pages`; the memory must not go before."""
         if self.locking:
             self.locking.join()
-        self.is_locked = False
-        while self.locked:
-            torch.cuda.cudart().cudaHostUnregister(self.locked.pop())
+        if self.is_locked:
+            self.is_locked = False
+            torch.cuda.cudart().cudaHostUnregister(self.pixels.ctypes.data)
 
     def take(self, wait=False):
         """A slot that nobody holds, or None; with `wait` the oldest copy to the device is waited for."""
@@ -128,7 +119,7 @@ class BatchRing:
 
     def steps(self, slot):
         """The late steps of the samples in `slot` [batch size x num_step_bytes]."""
-        return self.pixels[slot, self.num_bytes : self.size].reshape(-1, self.num_step_bytes)
+        return self.pixels[slot, self.num_bytes :].reshape(-1, self.num_step_bytes)
 
     def images(self, slot, num_images, shape):
         """The batch in `slot` on the same memory: uint8 [num_images, *shape]."""
@@ -232,14 +223,13 @@ class SharedMemoryLoader:
         self.micro_batch = -(-micro_batch // self.group_size) * self.group_size  # a group is the work of one worker
         count = ring_length(workers, prefetch, self.micro_batch, batch_size)
         most_tasks = count * -(-min(batch_size, len(self.dataset)) // self.micro_batch)
-        self.num_workers = min(workers, most_tasks)  # to fork one takes 15 ms; a few images keep a few of them busy
+        self.num_workers = min(workers, most_tasks)  # a few images keep a few of them busy
         self.late, self.ring = late, BatchRing(count, batch_bytes, batch_size, late.num_bytes if late else 0)
         self.writer = BatchWriter(source, self.ring, collate_group, late)
         self.keys, self.pool, self.owner = iter(()), None, os.getpid()
         self.pending: dict[int, PendingBatch] = {}  # by slot, the oldest first
         if endless:
             self._start_workers()
-            self._hand_out()
         self.lock_pages = lock_pages
 
     def __len__(self) -> int:
@@ -255,6 +245,11 @@ class SharedMemoryLoader:
                 self.ring.release(slot, self.copy_stream)
         if not self.persistent:
             self.close()
+
+    def begin(self) -> None:
+        """Let the workers of an endless loader begin before the first pass asks for a batch."""
+        if self.endless:
+            self._hand_out()
 
     def close(self) -> None:
         """End the workers and forget what they were at; the next pass starts them anew."""

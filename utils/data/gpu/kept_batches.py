@@ -34,6 +34,10 @@ class KeptBatches:
     def __len__(self) -> int:
         return self.length
 
+    def begin(self) -> None:
+        """Let the workers of the loader begin, if it can."""
+        getattr(self.loader, "begin", lambda: None)()
+
     def __iter__(self) -> Iterator[tuple]:
         if self.loader is None:
             yield from self.batches
