@@ -69,18 +69,18 @@ def test_libraries_are_loaded_before_a_process_is_forked(monkeypatch, caplog):
     """Half precision is computed on a CPU as well; a device that fails says so at the first step, not here."""
     hooks, started = [], []
     monkeypatch.setattr(start.os, "register_at_fork", lambda before: hooks.append(before))
-    monkeypatch.setattr(start, "load_libraries", lambda device: (time.sleep(0.2), started.append(device)))
+    monkeypatch.setattr(start, "load_libraries", lambda *given: (time.sleep(0.2), started.append(given)))
     monkeypatch.setattr(start, "one_thread", lambda: started.append(1))
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    start.prepare(True, torch.device("cuda", 0))
+    start.prepare(True, torch.device("cuda", 0), with_loss=True)
     hooks[0]()
-    assert started == [1, torch.device("cuda", 0)]
+    assert started == [1, (torch.device("cuda", 0), True)]
 
 
 @pytest.mark.parametrize(("num_steps", "searches"), [(start.SEARCH_STEPS - 1, False), (start.SEARCH_STEPS, True)])
 def test_a_short_run_is_without_cudnns_search(monkeypatch, num_steps, searches):
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    monkeypatch.setattr(start, "load_libraries", lambda device: None)
+    monkeypatch.setattr(start, "load_libraries", lambda *_: None)
     monkeypatch.setattr(start.os, "register_at_fork", lambda before: None)
     monkeypatch.setattr(start, "one_thread", lambda: None)
     start.prepare(False, torch.device("cuda", 0))
@@ -109,6 +109,10 @@ def test_a_tiny_network_loads_what_layers_need(monkeypatch, caplog):
         monkeypatch.setattr(start.functional, name, counting(calls, name, getattr(start.functional, name)))
     start.load_libraries(torch.device("cpu"))
     assert calls["conv2d"] == 2 and not caplog.text
+    asked = []
+    monkeypatch.setattr(start, "load_kernels", lambda: SimpleNamespace(can_run=lambda *head: asked.append(head)))
+    start.load_libraries(torch.device("cpu"), with_loss=True)
+    assert asked == [(torch.device("cpu"), 3, 3)]
     start.load_libraries(torch.device("meta"))  # has shapes and no numbers, but works
     monkeypatch.setattr(start.functional, "conv2d", lambda *_, **__: torch.zeros(2).view(3))
     start.load_libraries(torch.device("cpu"))

@@ -26,7 +26,7 @@ import torch
 from torch.nn import functional
 
 from utils.fast.compile import tensors_in
-from utils.loss.batched import grid_shapes
+from utils.loss.batched import grid_shapes, load_kernels
 from utils.system.children import enter_child
 from utils.system.cores import one_thread, usable_cores
 from utils.system.files import counted
@@ -35,6 +35,7 @@ from utils.system.signals import held_back, send_soon
 logger = logging.getLogger(__name__)
 
 THREADS = min(16, os.cpu_count() or 1)
+USUAL_HEAD = 3, 3  # layers and anchors
 MOST_COMPILED = 256  # kernels; their numbers are bytes
 # Seconds that a thread may keep the interpreter while another waits for it. With Python's 5 ms the thread that writes a
 # checkpoint or loads a library holds up the one that feeds the device, for tens of milliseconds in a step.
@@ -44,9 +45,10 @@ SWITCH_INTERVAL = 1e-4
 SEARCH_STEPS = 3000
 
 
-def prepare(is_ahead: bool, device: torch.device) -> Callable:
+def prepare(is_ahead: bool, device: torch.device, with_loss: bool = False) -> Callable:
     """Change settings of the whole process, and return `compile_ahead`.
 
+    `with_loss`: a thread also finds out whether kernels can compute the loss of a usual head, which compiles one.
     Without `is_ahead` a function that does nothing in its place: what the first step runs is not known before it.
     """
     _leave_out_compiler()
@@ -54,7 +56,7 @@ def prepare(is_ahead: bool, device: torch.device) -> Callable:
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = not is_ahead  # until the number of steps is known
         one_thread()
-        loading = Thread(target=load_libraries, args=(device,), name="loading cuDNN")
+        loading = Thread(target=load_libraries, args=(device, with_loss), name="loading cuDNN")
         loading.start()
         # A process that is forked meanwhile would have the locks of that thread, and nobody to open them.
         os.register_at_fork(before=partial(_wait_for, loading))
@@ -84,8 +86,11 @@ def _leave_out_compiler():
             inner.__dynamo_disable = inner  # where the wrapper looks for what it made
 
 
-def load_libraries(device: torch.device) -> None:
-    """Let torch load the libraries of convolutions and matrix products: by a tiny network, and its gradients."""
+def load_libraries(device: torch.device, with_loss: bool = False) -> None:
+    """Let torch load the libraries of convolutions and matrix products: by a tiny network, and its gradients.
+
+    `with_loss` as in `prepare`.
+    """
 
     def ones(*shape):
         return torch.ones(shape, dtype=torch.float16, device=device, requires_grad=True)
@@ -97,6 +102,8 @@ def load_libraries(device: torch.device) -> None:
         for weight in (ones(64, 64, 3, 3), ones(8, 64, 1, 1)):
             maps = functional.conv2d(maps, weight.to(memory_format=torch.channels_last), padding=weight.shape[2] // 2)
         maps.permute(0, 2, 3, 1).reshape(-1, 8).matmul(ones(8, 8)).sum().backward()
+        if with_loss:
+            load_kernels().can_run(device, *USUAL_HEAD)
     except Exception as error:  # the first step meets it again, where it belongs
         logger.debug("libraries not loaded ahead: %s", error)
 

@@ -134,7 +134,7 @@ def table(opt: Namespace, device: torch.device) -> tuple[FastPath, ...]:
                  lambda _: partial(load("utils.fast.graph_step:GraphSteps"), **step_options(opt)),
                  is_loud=opt.cuda_graph),
         FastPath("ahead", "kernels made ready by all cores" if on_gpu else "torch's compiler is not loaded", step, None,
-                 lambda _: load("utils.fast.start:prepare")(why_not_ahead(opt, compiling) is None, device)),
+                 lambda _: load("utils.fast.start:prepare")(why_not_ahead(opt, compiling) is None, device, bool(loss))),
         FastPath("evaluate", "on the device, in batches (fast/validation.py)", validation, None,
                  lambda _: load("utils.fast.validation:FastValidation")()),
         FastPath("evaluate", "by the fused kernels, in CUDA graphs (fast/graph_network.py)",
