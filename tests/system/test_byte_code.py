@@ -83,6 +83,27 @@ def test_none_is_kept_on_a_disk_that_is_nearly_full(monkeypatch, tmp_path):
     assert byte_code.keep_ahead(*given) and sys.pycache_prefix == str(tmp_path / "cache/yolov7fast/byte_code")
 
 
+def test_all_cores_compile_at_the_first_start(monkeypatch, tmp_path):
+    for name in ("__init__", "part/__init__", "part/wrong", "part/last", "testing/never"):
+        path = tmp_path / "pack" / f"{name}.py"
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text("def" if "wrong" in name else "")
+    origin = str(tmp_path / "pack" / "__init__.py")
+    monkeypatch.setattr(byte_code, "find_spec", lambda package: SimpleNamespace(origin=origin, cached="/no/pyc"))
+    started, popen = [], subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **kwargs: started.append(popen(*args, **kwargs)))
+    given = ["--fast"], {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    for cores in (7, 8, 8):
+        monkeypatch.setattr("utils.system.cores.usable_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(sys, "pycache_prefix", None)
+        monkeypatch.setattr(sys, "dont_write_bytecode", True)
+        assert byte_code.keep_ahead(*given)
+        assert len(started) == (0 if cores < byte_code.FEWEST_CORES else 7), "and not again"
+        assert [process.wait(60) for process in started] == [0] * len(started)
+    made = (tmp_path / "cache").rglob("*.pyc")
+    assert sorted(path.name.split(".")[0] for path in made) == ["__init__", "__init__", "last"]
+
+
 def test_a_package_that_is_missing_is_left_to_its_import():
     assert byte_code.keep_ahead(["--fast"], package="no_such_package") is False
 

@@ -6,15 +6,28 @@ packages that cannot be written to. Then each start compiles thousands of files:
 
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
+from functools import partial
+from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 
 from utils.system.driver import wants_speed
 
 # Bytes that have to be free: on a full disk Python may leave a file that ends early, which no later start gets past.
 ROOM = 2**30
+FEWEST_CORES = 8  # with which more processes than the one that imports compile, at the first start
+# Folders of torch from which a training run imports nothing, or that hold no modules.
+NOT_IMPORTED = {"testing", "_inductor", "_dynamo", "onnx", "include", "lib", "share", "bin", "__pycache__"}
+COMPILING = """
+import sys
+from contextlib import suppress
+from py_compile import compile
+for file in sys.argv[1:]:
+    with suppress(Exception):
+        compile(file, doraise=True)
+"""
 
 
 def keep_ahead(words: Sequence[str], environment: Mapping[str, str] = os.environ, package: str = "torch") -> bool:
@@ -22,6 +35,8 @@ def keep_ahead(words: Sequence[str], environment: Mapping[str, str] = os.environ
 
     Call it before `package` is imported. Nothing changes where PYTHONPYCACHEPREFIX names a folder. What cannot be
     written is compiled again at the next start; nothing is said. Returns whether that was done.
+
+    At the first start all cores compile `package`, while it is imported.
     """
     if sys.pycache_prefix or not wants_speed(words):
         return False
@@ -34,7 +49,27 @@ def keep_ahead(words: Sequence[str], environment: Mapping[str, str] = os.environ
     if not place.is_absolute() or _free(place) < ROOM:  # a user without a home
         return False
     sys.pycache_prefix, sys.dont_write_bytecode = str(place), False
+    if not os.path.exists(cache_from_source(spec.origin)):
+        _compile_beside(os.path.dirname(spec.origin))
     return True
+
+
+def _compile_beside(package_folder):
+    """Let other processes compile the modules in a folder; they end with this one."""
+    from utils.system.children import end_with
+    from utils.system.cores import usable_cores
+
+    count = usable_cores() - 1
+    if count + 1 < FEWEST_CORES:
+        return
+    files = []
+    for folder, inner, names in os.walk(package_folder):
+        inner[:] = [name for name in inner if name not in NOT_IMPORTED]
+        files += [os.path.join(folder, name) for name in names if name.endswith(".py")]
+    line = [sys.executable, "-X", f"pycache_prefix={sys.pycache_prefix}", "-c", COMPILING]
+    for number in range(count):
+        subprocess.Popen([*line, *files[number::count]], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                         preexec_fn=partial(end_with, os.getpid()))  # fmt: skip
 
 
 def _free(place):
