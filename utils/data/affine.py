@@ -105,7 +105,7 @@ class Affine:
         columns = [0, 1, 2, 3] if self.is_axis_aligned else [0, 1, 2, 3, 0, 3, 2, 1]
         corners = self.points(boxes_xyxy[:, columns].reshape(-1, 2)).reshape(-1, len(columns) // 2, 2)
         moved = np.concatenate((corners.min(1), corners.max(1)), axis=1)
-        return np.minimum(np.maximum(moved, 0, out=moved), (self.width, self.height) * 2, out=moved)
+        return moved.clip(0, (self.width, self.height) * 2, out=moved)
 
     def polygon_boxes(self, polygons):
         """Boxes around the parts of `polygons` (list of [m x 2]) inside the output; zeros for none [n x 4, float64]."""

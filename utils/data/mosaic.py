@@ -43,20 +43,20 @@ class Mosaic:
 
     @cached_property
     def places(self):
-        """What each label is scaled and shifted by [n x 4: width, height, x, y of its tile, float32]."""
-        corners = [(tile.width, tile.height, tile.x, tile.y) for tile in self.tiles]
-        return np.array(corners, np.float32).repeat([len(self.dataset.labels[tile.image]) for tile in self.tiles], 0)
+        """What each label is scaled by and shifted by [2 x n x 2: width, height; x, y of its tile, float32]."""
+        places = [[(tile.width, tile.height) for tile in self.tiles], [(tile.x, tile.y) for tile in self.tiles]]
+        return np.array(places, np.float32).repeat([len(self.dataset.labels[tile.image]) for tile in self.tiles], 1)
 
     def labels(self):
         """Labels of all images [n x 5: class, x1, y1, x2, y2] in pixels, clipped to the canvas."""
         labels = np.concatenate([self.dataset.labels[tile.image] for tile in self.tiles])
-        centre, half, size, shift = labels[:, 1:3], labels[:, 3:] / 2, self.places[:, :2], self.places[:, 2:]
+        centre, half, (size, shift) = labels[:, 1:3], labels[:, 3:] / 2, self.places
         high = size * (centre + half) + shift
         labels[:, 1:3], labels[:, 3:] = size * (centre - half) + shift, high
         boxes = labels[:, 1:]
         if self.window is not None:
             boxes -= np.array(self.window * 2, np.float32)
-        np.minimum(np.maximum(boxes, 0, out=boxes), self.side, out=boxes)
+        boxes.clip(0, self.side, out=boxes)
         return labels
 
     def segments(self, chosen=None):
@@ -68,13 +68,13 @@ class Mosaic:
         points, counts = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         places = self.places
         if chosen is not None:
-            points, counts, places = points[chosen.repeat(counts)], counts[chosen], places[chosen]
-        places = places.repeat(counts, 0)
-        points *= places[:, :2]
-        points += places[:, 2:]
+            points, counts, places = points[chosen.repeat(counts)], counts[chosen], places[:, chosen]
+        size, shift = places.repeat(counts, 1)
+        points *= size
+        points += shift
         if self.window is not None:
             points = points - np.array(self.window)  # in float64 from here on, as in stock
-        np.minimum(np.maximum(points, 0, out=points), self.side, out=points)
+        points.clip(0, self.side, out=points)
         return Polygons(points, counts)
 
     def polygons(self, tile):
@@ -131,9 +131,10 @@ class Mosaic:
                 cv2.cvtColor(source, cv2.COLOR_BGR2BGRA, dst=target)
 
 
-def _shape(dataset, index):
-    width, height = dataset.shapes[index].tolist()
-    return resized_shape(height, width, dataset.img_size)
+def _shapes(dataset, indices):
+    """(height, width) at the training size of each of these images."""
+    sizes = dataset.shapes.take(indices, 0).tolist()
+    return [resized_shape(height, width, dataset.img_size) for width, height in sizes]
 
 
 def draw_mosaic4(dataset, index):
@@ -142,8 +143,8 @@ def draw_mosaic4(dataset, index):
     centre_y, centre_x = (int(random.uniform(-border, 2 * size + border)) for border in dataset.mosaic_border)
     indices = [index, *random.choices(dataset.indices, k=3)]
     tiles = []
-    for i, (is_right, is_below) in zip(indices, ((0, 0), (1, 0), (0, 1), (1, 1)), strict=True):
-        height, width = _shape(dataset, i)
+    corners = (0, 0), (1, 0), (0, 1), (1, 1)
+    for i, (height, width), (is_right, is_below) in zip(indices, _shapes(dataset, indices), corners, strict=True):
         x = centre_x if is_right else centre_x - width
         y = centre_y if is_below else centre_y - height
         tiles.append(Tile(i, x, y, width, height))
@@ -154,7 +155,7 @@ def draw_mosaic9(dataset, index):
     """Image `index` with eight others clockwise round it, seen through a window at a random place."""
     size = dataset.img_size
     indices = [index, *random.choices(dataset.indices, k=8)]
-    shapes = [_shape(dataset, i) for i in indices]
+    shapes = _shapes(dataset, indices)
     h, w = zip(*shapes, strict=True)
     left, top, right, bottom = size, size, size + w[0], size + h[0]  # edges of the image in the middle
     corners = (

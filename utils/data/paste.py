@@ -41,9 +41,8 @@ class Sample(NamedTuple):
         stock behaviour: channel values of 0 inside the outline become 255.
         """
         x1, y1, x2, y2 = self.box
-        pixels = self.canvas[y1:y2, x1:x2]
-        is_zero = (pixels == 0).view(np.uint8)
-        pixels = np.subtract(pixels, is_zero, out=is_zero)  # 0 - 1 is 255
+        pixels = self.canvas[y1:y2, x1:x2].copy()  # in one piece: what follows takes half the time
+        pixels -= (pixels == 0).view(np.uint8)  # 0 - 1 is 255
         return cv2.bitwise_and(pixels, cv2.cvtColor(self._mask(), cv2.COLOR_GRAY2BGR), dst=pixels)
 
     def _mask(self):

@@ -79,10 +79,10 @@ def outline_boxes(polygons, move, width, height):
     """Boxes round the points of each outline that `move` takes into a `width` x `height` image [4 x n, xyxy].
 
     `move(points, edges)` maps points, x and y as rows [2 x k], on edges of those numbers [k], None for all edges one
-    after the other, and is affine for each polygon. No polygon is empty or has more than MAX_VERTICES. An outline that
-    is not seen has an infinite box.
+    after the other, perhaps in place, and is affine for each polygon. No polygon is empty or has more than
+    MAX_VERTICES. An outline that is not seen has an infinite box.
     """
-    starts, corner = polygons.starts(), polygons.points.T.astype(np.float64, order="C")
+    starts, corner = polygons.starts(), np.ascontiguousarray(polygons.points.T, np.float64)
     side = np.empty_like(corner)
     np.subtract(corner[:, 1:], corner[:, :-1], out=side[:, :-1])
     last = starts + polygons.counts - 1
@@ -96,8 +96,8 @@ def outline_boxes(polygons, move, width, height):
     limit = np.array([[width], [height]], np.float64)
     in_full = (low >= 0) & (high <= limit)
     if not in_full.all():
-        hidden = ~(in_full[0] & in_full[1])
-        cut = np.flatnonzero(hidden & ((high >= 0) & (low <= limit)).all(0))
+        hidden, near = ~(in_full[0] & in_full[1]), (high >= 0) & (low <= limit)
+        cut = np.flatnonzero(hidden & near[0] & near[1])
         low, high = np.where(hidden, np.inf, low), np.where(hidden, -np.inf, high)
         if len(cut):
             rows = tables[2:].take(edges.take(cut), 1), corner.take(cut, 1), side.take(cut, 1)
@@ -142,5 +142,5 @@ def _beside_border(begin, end, side, first, last, limit):
     enters = np.where(is_flat, 0, np.minimum(one, other)).max(0)
     leaves = np.where(is_flat, 1, np.maximum(one, other)).min(0)
     enters, leaves = np.rint(first + enters * (last - first)), np.rint(first + leaves * (last - first))
-    beside = np.stack((enters, enters + 1, leaves - 1, leaves))
-    return np.minimum(np.maximum(beside, first, out=beside), last, out=beside), is_certain
+    beside = np.array((enters, enters + 1, leaves - 1, leaves))
+    return beside.clip(first, last, out=beside), is_certain

@@ -6,11 +6,12 @@ same operations in the same precision, so the targets are equal to the bit. Tran
 Coordinates are rows of the arrays here, labels and points are columns: NumPy is quickest along long rows.
 """
 
-from itertools import chain
+from itertools import chain, compress
 
 import numpy as np
 
 from utils.data.affine import box_candidates, make_matrices
+from utils.data.mosaic import NO_POLYGON
 from utils.ops.boxes import xyxy2xywh
 from utils.ops.polygons import MAX_VERTICES, Polygons, outline_boxes
 
@@ -45,7 +46,7 @@ def warped_labels(layers):
     boxes, layer = tiles.boxes(), tiles.layer
     moved = boxes.reshape(2, 2, -1) * scaling.take(layer, 1) + shift.take(layer, 1)
     moved = np.concatenate((moved.min(0), moved.max(0)))
-    np.minimum(np.maximum(moved, 0, out=moved), [[width], [height]] * 2, out=moved)
+    moved.clip(0, [[width], [height]] * 2, out=moved)
     near = (moved[2:] - moved[:2] > LEAST_SIDE).all(0)  # the others would be dropped in the end
     boxes, moved, layer = boxes.compress(near, 1), moved.compress(near, 1), layer.compress(near)
 
@@ -72,33 +73,35 @@ class ManyTiles:
         rows = [dataset.labels[image] for image in images]
         counts = list(map(len, rows))
         self.labels = np.concatenate(rows)
-        self.polygons = [Polygons.of(dataset.segments[image]) for image in images]
-        self.counts = [
-            polygons.counts if len(polygons.counts) else np.zeros(count, np.int64)
-            for polygons, count in zip(self.polygons, counts, strict=True)
-        ]
+        self.images, self.all_segments = list(zip(images, counts, strict=True)), dataset.segments
+        self.tile = np.arange(len(rows)).repeat(counts)  # of each label
         self.places = np.array(places, np.float32).repeat(counts, 1)  # x, y, width, height of a label's tile
         self.layer = layer.repeat(counts)
-        self.windows = np.array([canvas.window or (0, 0) for canvas in canvases]).T.take(self.layer, 1)
+        self.windows = np.array([canvas.window or (0, 0) for canvas in canvases], float).T.take(self.layer, 1)
 
     def boxes(self):
         """Corners [4 x n: x1, y1, x2, y2] of the labels in pixels, clipped to their canvases."""
         rows, shift, size = self.labels.T, self.places[:2], self.places[2:]
         centre, half = rows[1:3], rows[3:] / 2
-        boxes = np.stack((size * (centre - half) + shift, size * (centre + half) + shift))
-        boxes -= self.windows.astype(np.float32)
-        return np.minimum(np.maximum(boxes, 0, out=boxes), self.side, out=boxes).reshape(4, -1)
+        boxes = np.concatenate((size * (centre - half) + shift, size * (centre + half) + shift))
+        boxes.reshape(2, 2, -1)[:] -= self.windows.astype(np.float32)
+        return boxes.clip(0, self.side, out=boxes)
 
     def segments(self, chosen):
         """The Polygons of the labels where `chosen` [n] is true, in pixels, clipped to their canvases."""
-        points = np.concatenate([polygons.points for polygons in self.polygons])
-        counts = np.concatenate(self.counts)
-        points, counts = points.compress(chosen.repeat(counts), 0), counts.compress(chosen)
+        is_near = np.zeros(len(self.images), bool)  # the other tiles stay unread
+        is_near[self.tile.compress(chosen)] = True
+        near = [(self.all_segments[k], number) for k, number in compress(self.images, is_near.tolist())]
+        points = np.concatenate([NO_POLYGON, *(polygons.points for polygons, _ in near)])
+        counts = [polygons.counts if polygons.counts.size else np.zeros(number, np.int64) for polygons, number in near]
+        counts = np.concatenate([np.zeros(0, np.int64), *counts])
+        inside = chosen.compress(is_near.take(self.tile))
+        points, counts = points.compress(inside.repeat(counts), 0), counts.compress(inside)
         shift, size = self.places.compress(chosen, 1).repeat(counts, 1).reshape(2, 2, -1)
         points = points.T * size
         points += shift
         points = points - self.windows.compress(chosen, 1).repeat(counts, 1)  # in float64 from here on
-        return Polygons(np.minimum(np.maximum(points, 0, out=points), self.side, out=points).T, counts)
+        return Polygons(points.clip(0, self.side, out=points).T, counts)
 
 
 def tile_numbers(canvases):
@@ -124,7 +127,7 @@ def outlines(polygons, layer, affines, scaling, shift):
     gain, step = (rows.take(layer, 1).repeat(counts, 1) for rows in (scaling, shift))
 
     def move(xy, edges):
-        xy = xy * (gain if edges is None else gain.take(edges, 1))
+        xy *= gain if edges is None else gain.take(edges, 1)
         xy += step if edges is None else step.take(edges, 1)
         return xy
 
