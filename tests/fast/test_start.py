@@ -1,13 +1,16 @@
 """What is made ahead of the first step, and that the steps do not notice."""
 
+import errno
 import importlib
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from contextlib import nullcontext
+from multiprocessing import popen_fork
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -228,6 +231,52 @@ def test_what_is_not_kept_is_compiled_by_processes(monkeypatch, tmp_path):
     assert by.pop("kept") == "before" and by.pop("bad") == own and own not in by.values()
     compiler.ASTSource.make_ir("later")
     assert (tmp_path / "later").read_text() == own, "Triton compiles again by itself"
+
+
+@pytest.fixture
+def order_one(monkeypatch):
+    """A function that orders a kernel that is not kept, and compiled by the function that it is given."""
+    jit = pytest.importorskip("triton.runtime.jit")
+    mode = pytest.importorskip("triton.runtime._async_compile").active_mode
+    compiler = importlib.import_module("triton.compiler")
+    monkeypatch.setattr(compiler.ASTSource, "make_ir", lambda work: work())
+    monkeypatch.setattr(start, "usable_cores", lambda: 1)
+
+    def run(work, *args, grid, warmup, **options):
+        def compile_kernel():
+            return SimpleNamespace(run=compiler.ASTSource.make_ir(work))
+
+        return mode.get().submit("kernel", compile_kernel, lambda _: None)
+
+    monkeypatch.setattr(jit.JITFunction, "run", run)
+    yield lambda work: jit.JITFunction.run(work, grid=(1,), warmup=False)
+    assert jit.JITFunction.run is run and mode.get() is None and not multiprocessing.active_children()
+
+
+def test_a_second_ctrl_c_ends_the_wait_for_processes(order_one):
+    def work():  # in the process, which hangs
+        os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(100)
+
+    with pytest.raises(KeyboardInterrupt), start.compiled_ahead(torch.device("cpu")) as kernels:
+        order_one(work)
+    assert kernels[0].exception(timeout=0)
+
+
+@pytest.mark.parametrize("fault", ["hangs", "no process", "no pipe"])
+def test_threads_compile_where_processes_fail(order_one, monkeypatch, fault):
+    def refuse(*_):
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    if fault == "hangs":
+        monkeypatch.setattr(start, "PATIENCE", 0.2)
+    elif fault == "no process":
+        monkeypatch.setattr(popen_fork.Popen, "_launch", refuse)
+    else:
+        monkeypatch.setattr(start.os, "pipe", refuse)
+    with start.compiled_ahead(torch.device("cpu")) as kernels:
+        order_one(lambda: time.sleep(100) if multiprocessing.parent_process() else "by a thread")
+    assert kernels[0].result().run == "by a thread"
 
 
 def test_each_kernel_keeps_its_own_launcher(monkeypatch):

@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, InvalidStateError, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from multiprocessing import get_context
@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 THREADS = min(16, os.cpu_count() or 1)
 USUAL_HEAD = 3, 3  # layers and anchors
 MOST_COMPILED = 256  # kernels; their numbers are bytes
+PATIENCE = 300  # seconds that processes may compile; one that hangs must not hold up the run for ever
 # Seconds that a thread may keep the interpreter while another waits for it. With Python's 5 ms the thread that writes a
 # checkpoint or loads a library holds up the one that feeds the device, for tens of milliseconds in a step.
 SWITCH_INTERVAL = 1e-4
@@ -201,8 +202,10 @@ def compiled_ahead(device: torch.device) -> Iterator[list[Future]]:
             try:
                 yield mode.raw_futures
             finally:
-                orders.complete()
-                JITFunction.run, build._load_module_from_path, ASTSource.make_ir = run, load, translate
+                try:
+                    orders.complete()
+                finally:
+                    JITFunction.run, build._load_module_from_path, ASTSource.make_ir = run, load, translate
 
 
 def _loaded_alone(load):
@@ -234,19 +237,28 @@ class _Orders(Executor):
     """Loads kernels by threads: at once what Triton has kept, the others when `complete` has let them be compiled."""
 
     def __init__(self, pool):
-        self.pool, self.tried, self.missing = pool, [], []
+        self.pool, self.ordered, self.tried, self.missing = pool, [], [], []
         self.thread = local()  # .only_kept: whether this thread is to compile nothing
 
     def submit(self, compile_kernel):
         """The Future of what `compile_kernel()` returns; Triton compiles in it, or finds what it has kept."""
         ordered = Future()
+        self.ordered.append(ordered)
         self.tried.append(self.pool.submit(self._load, compile_kernel, ordered, only_kept=True))
         return ordered
 
     def complete(self):
-        wait(self.tried)
-        compile_in_processes([compile_kernel for compile_kernel, _ in self.missing])
-        wait([self.pool.submit(self._load, *order, only_kept=False) for order in self.missing])
+        try:
+            wait(self.tried)
+            with suppress(OSError):  # too many processes or files: threads do without
+                compile_in_processes([compile_kernel for compile_kernel, _ in self.missing])
+            wait([self.pool.submit(self._load, *order, only_kept=False) for order in self.missing])
+        except BaseException:  # Ctrl-C, twice: Triton would wait for ever for an order that nobody sees to
+            self.pool.shutdown(wait=False, cancel_futures=True)
+            for ordered in self.ordered:
+                with suppress(InvalidStateError):
+                    ordered.set_exception(_NotKept())
+            raise
 
     def check(self):
         """Called where Triton begins to compile, which it does only what it has not kept."""
@@ -274,21 +286,29 @@ def compile_in_processes(compiles: Sequence[Callable]) -> None:
     """
     from triton.runtime.driver import driver
 
-    compiles, parent = compiles[:MOST_COMPILED], os.getpid()
+    compiles, parent, end = compiles[:MOST_COMPILED], os.getpid(), time.monotonic() + PATIENCE
     numbers, ends = os.pipe()  # a common list of what is left to do
     os.write(ends, bytes(range(len(compiles))))
     os.close(ends)
 
     def work():
         enter_child(parent)
+        os.setpgid(0, 0)  # or Ctrl-C at a terminal would end ptxas
         while number := os.read(numbers, 1):
             with suppress(Exception):
                 kernel = compiles[number[0]]()
                 driver.active.launcher_cls(kernel.src, kernel.metadata)
 
-    processes = [get_context("fork").Process(target=work) for _ in range(min(len(compiles), usable_cores()))]
-    for process in processes:
-        process.start()
-    os.close(numbers)
-    for process in processes:
-        process.join()
+    processes = []
+    try:
+        for _ in range(min(len(compiles), usable_cores())):
+            process = get_context("fork").Process(target=work, daemon=True)
+            process.start()
+            processes.append(process)
+        for process in processes:
+            process.join(max(end - time.monotonic(), 0))
+    finally:
+        os.close(numbers)
+        for process in processes:
+            process.kill()
+            process.join()
