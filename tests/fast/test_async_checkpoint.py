@@ -124,6 +124,14 @@ def test_rebuilt_while_the_files_are_written(tmp_path, held):
         assert torch.equal(state[name], value.half() if value.is_floating_point() else value), name
 
 
+def test_a_run_without_an_epoch_has_nothing_to_strip(tmp_path, held):
+    checkpoints = BackgroundCheckpoints(tmp_path, epochs=1)
+    checkpoints.initial(new_trainer().model)
+    threading.Timer(0.1, held.set).start()
+    checkpoints.strip(rebuild)
+    assert [path.name for path in tmp_path.iterdir()] == ["init.pt"]
+
+
 def test_same_files_as_without_the_thread(tmp_path):
     for kind, folder in ((Checkpoints, tmp_path / "plain"), (BackgroundCheckpoints, tmp_path / "thread")):
         trainer = run(new_trainer(), 1)

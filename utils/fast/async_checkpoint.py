@@ -65,7 +65,7 @@ class BackgroundCheckpoints(Checkpoints):
         return super().written()
 
     def strip(self, rebuild):
-        if self._pending and not self._pending.done():  # while the files of the last epoch are being written
+        if self.last in self._newest[0]:  # while it is being written
             self._is_filled.wait()
             newest = self.read(self.last).for_inference()
             model = rebuild(newest)
