@@ -275,6 +275,15 @@ def test_a_program_with_a_gpu_leaves_without_freeing_anything(uses_gpu, said):
     assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
 
 
+def test_what_was_said_before_ctrl_c_ends_the_wait_for_a_thread_is_written():
+    ctrl_c = "entry.os.kill(entry.os.getpid(), 2) or time.sleep(600)"
+    program = LEAVING.replace('print("written")', ctrl_c).replace("entry.leave()", 'print("done")\nentry.leave()')
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    words = [sys.executable, "-c", program, "gpu"]
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
 def test_no_gpu_is_asked_while_torch_is_being_imported(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
     assert entry.gpu_failure() is None

@@ -143,13 +143,13 @@ def _leave(status, last=lambda: None):
     """
     gc.disable()
     try:
-        with suppress(Exception):
+        with suppress(Exception, KeyboardInterrupt):  # Ctrl-C ends the wait for a thread
             threading._shutdown()
             atexit._run_exitfuncs()
             last()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-    finally:  # also when Ctrl-C ends the wait for a thread
+    finally:
         os._exit(status)
 
 
