@@ -199,6 +199,21 @@ def test_on_a_gpu_the_fast_loss_gets_its_targets_on_the_host():
     assert batch.images.device.type == "meta" and batch.targets.device.type == "cpu"
 
 
+@pytest.mark.parametrize(("flags", "lacking", "is_tried"), [
+    (["--cuda-graph"], None, True),
+    (["--cuda-graph"], "a C compiler missing", False),
+    (["--fast-step"], None, False),
+])  # fmt: skip
+def test_the_kernels_of_the_loss_are_tried_where_it_will_need_them(flags, lacking, is_tried, monkeypatch):
+    asked = []
+    monkeypatch.setattr(fast_paths, "why_no_kernels", lambda device: lacking)
+    monkeypatch.setattr(fast_paths, "load", lambda name: lambda *given: asked.append((name, *given)))
+    device = torch.device("cuda")
+    (row,) = (path for path in fast_paths.table(train_parser().parse_args(flags), device) if path.seam == "ahead")
+    row.make(None)
+    assert asked == [("utils.fast.start:prepare", True, device, is_tried)]
+
+
 def test_ota_last_has_to_be_positive():
     with pytest.raises(ValueError, match="--ota-last 0"):
         check_train_options(train_parser().parse_args(["--cfg", "c.yaml", "--ota-last", "0"]))

@@ -101,7 +101,8 @@ def table(opt: Namespace, device: torch.device) -> tuple[FastPath, ...]:
     compiling = "USE_COMPILE=1" if is_on("USE_COMPILE") else None
     compiler = load("utils.fast.compile:options_from_environment")() if compiling else ()
     losses = "whole batch at once (loss/batched.py)"
-    if on_gpu and (lacking := why_no_kernels(device)):
+    lacking = why_no_kernels(device)
+    if on_gpu and lacking:
         losses += f", by operations of torch ({lacking})"
     return (
         FastPath("loader", describe(loader), " ".join(filter(None, (asked(opt, name) for name in LOADER_FLAGS))), None,
@@ -134,7 +135,8 @@ def table(opt: Namespace, device: torch.device) -> tuple[FastPath, ...]:
                  lambda _: partial(load("utils.fast.graph_step:GraphSteps"), **step_options(opt)),
                  is_loud=opt.cuda_graph),
         FastPath("ahead", "kernels made ready by all cores" if on_gpu else "torch's compiler is not loaded", step, None,
-                 lambda _: load("utils.fast.start:prepare")(why_not_ahead(opt, compiling) is None, device, bool(loss))),
+                 lambda _: load("utils.fast.start:prepare")(why_not_ahead(opt, compiling) is None, device,
+                                                            bool(loss and not lacking))),
         FastPath("evaluate", "on the device, in batches (fast/validation.py)", validation, None,
                  lambda _: load("utils.fast.validation:FastValidation")()),
         FastPath("evaluate", "by the fused kernels, in CUDA graphs (fast/graph_network.py)",
