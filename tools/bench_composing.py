@@ -49,7 +49,7 @@ from utils.data.gpu.host_memory import HostMemory
 from utils.data.gpu.recipes import RECIPE, RecipeDataset
 from utils.data.gpu.store import ImageStore
 from utils.datasets import LoadImagesAndLabels
-from utils.plots.style import PALETTE, new_figure, save_figure, set_title, whole_numbers
+from utils.plots.style import PALETTE, new_figure, save_figure, set_title
 from utils.run import entry
 from utils.system.random_state import seed_generators
 
@@ -169,8 +169,8 @@ def plot(results, title, path):
         rates = [statistics.median(run["rate"] for run in runs) for runs in by_workers.values()]
         axis.plot(list(by_workers), rates, marker="o", color=colour, label=name)
     axis.set(xlabel="workers", ylabel="images/s, loader alone", ylim=(0, None))
+    axis.set_xticks(list(next(iter(results["loader"].values()))))
     set_title(axis, title)
-    whole_numbers(axis.xaxis)
     axis.legend(frameon=False)
     save_figure(figure, path)
 
@@ -221,6 +221,9 @@ def main(options):
         dataset = LoadImagesAndLabels(
             source, options.img, options.batch, augment=True, hyp=load_hyp(options.hyp), cache_images=True
         )
+        if len(dataset) * options.epochs < 4 * max(options.workers) * options.batch:
+            print("The reference makes two batches ahead for each worker, of the few that are measured: its rates will "
+                  "be too high; give more --images or --epochs", flush=True)  # fmt: skip
         results = measure_all(dataset, options)
     title = f"{options.img} px, batch {options.batch}, {Path(options.hyp).name}, {len(dataset)} images"
     versions = f"OpenCV {cv2.__version__}, torch {torch.__version__}, {os.cpu_count()} cores"
