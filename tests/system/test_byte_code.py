@@ -94,7 +94,7 @@ def test_all_cores_compile_at_the_first_start(monkeypatch, tmp_path):
     monkeypatch.setattr(subprocess, "Popen", lambda *args, **kwargs: started.append(popen(*args, **kwargs)))
     given = ["--fast"], {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     for cores in (7, 8, 8):
-        monkeypatch.setattr("utils.system.cores.usable_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(byte_code, "usable_cores", lambda cores=cores: cores)
         monkeypatch.setattr(sys, "pycache_prefix", None)
         monkeypatch.setattr(sys, "dont_write_bytecode", True)
         assert byte_code.keep_ahead(*given)

@@ -13,6 +13,8 @@ from functools import partial
 from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 
+from utils.system.children import end_with
+from utils.system.cores import usable_cores
 from utils.system.driver import wants_speed
 
 # Bytes that have to be free: on a full disk Python may leave a file that ends early, which no later start gets past.
@@ -56,9 +58,6 @@ def keep_ahead(words: Sequence[str], environment: Mapping[str, str] = os.environ
 
 def _compile_beside(package_folder):
     """Let other processes compile the modules in a folder; they end with this one."""
-    from utils.system.children import end_with
-    from utils.system.cores import usable_cores
-
     count = usable_cores() - 1
     if count + 1 < FEWEST_CORES:
         return

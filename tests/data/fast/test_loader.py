@@ -355,6 +355,15 @@ def test_copies_on_a_busy_gpu_are_those_of_the_reference(patient, folder, monkey
     assert all(equal) == patient
 
 
+def test_a_few_images_keep_a_few_workers_busy(folder):
+    loader, dataset = make_loader(folder, worker_tensor=True, workers=16, batch=64)
+    assert len(dataset) == 12 and loader.micro_batch == 8 and loader.ring.count == 6
+    assert len(loader.pool.processes) == 2 * 6
+    loader.begin()
+    assert len(loader.pending) == 6, "as many as there are buffers, before the first pass"
+    assert len(next(iter(loader))[0]) == len(dataset)
+
+
 def test_sizes():
     assert choose_micro_batch(64, 16) == 8 and choose_micro_batch(384, 16) == 24 and choose_micro_batch(5, 4) == 5
     assert choose_micro_batch(384, 2) == 32
