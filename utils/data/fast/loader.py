@@ -82,6 +82,8 @@ def _deferred_steps(dataset, collate_group):
 def _shared_memory_loader(source, batches, batch_size, workers, options, image_weights, collate_fn4, late):
     batch_bytes = _batch_bytes(source.dataset, batch_size, collate_fn4) * (late.room if late else 1)
     micro_batch = min(options.micro_batch_size or choose_micro_batch(batch_size, workers), batch_size)
+    if not source.dataset.augment:  # a validation is over after one pass
+        workers = min(workers, len(batches) * -(-batch_size // micro_batch))
     prefetch = options.prefetch_factor or 2
     check_memory(
         ring_length(workers, prefetch, micro_batch, batch_size) * batch_bytes, "--worker-tensor needs {} for its "

@@ -217,13 +217,11 @@ class SharedMemoryLoader:
                  collate_group: Callable | None = None, endless: bool = True, persistent: bool = True,
                  lock_pages: bool = False, late: LateSteps | None = None):  # fmt: skip
         self.dataset, self.source, self.batches, self.sampler = source.dataset, source, batches, batches.sampler
-        self.batch_size, self.timeout = batch_size, timeout
+        self.batch_size, self.num_workers, self.timeout = batch_size, workers, timeout
         self.endless, self.persistent, self.copy_stream = endless, persistent or endless, None
         self.group_size = 4 if collate_group else 1
         self.micro_batch = -(-micro_batch // self.group_size) * self.group_size  # a group is the work of one worker
         count = ring_length(workers, prefetch, self.micro_batch, batch_size)
-        most_tasks = count * -(-min(batch_size, len(self.dataset)) // self.micro_batch)
-        self.num_workers = min(workers, most_tasks)  # a few images keep a few of them busy
         self.late, self.ring = late, BatchRing(count, batch_bytes, batch_size, late.num_bytes if late else 0)
         self.writer = BatchWriter(source, self.ring, collate_group, late)
         self.keys, self.pool, self.owner = iter(()), None, os.getpid()
