@@ -58,17 +58,22 @@ class Forked(multiprocessing.get_context("forkserver").Process):
         self.join(timeout)
         is_stuck = self.exitcode is None
         if is_stuck:
-            self._ask_where()
-            self.kill()
+            for process in self._ask_where():
+                with suppress(psutil.Error):
+                    process.kill()
             self.join()
         return Ended(None if is_stuck else self.exitcode, self.output.read_text(errors="replace"))
 
     def _ask_where(self):
+        """The program and its children, after they have written where they are."""
+        processes = []
         with suppress(psutil.Error):
-            program = psutil.Process(self.pid)
-            for process in (program, *program.children(recursive=True)):
+            processes = [psutil.Process(self.pid)]
+            processes += processes[0].children(recursive=True)
+            for process in processes:
                 process.send_signal(WHERE)
                 time.sleep(0.2)  # for its answer
+        return processes
 
 
 def run(folder, body, *args):

@@ -241,6 +241,7 @@ def order_one(monkeypatch):
     compiler = importlib.import_module("triton.compiler")
     monkeypatch.setattr(compiler.ASTSource, "make_ir", lambda work: work())
     monkeypatch.setattr(start, "usable_cores", lambda: 1)
+    before = set(multiprocessing.active_children())  # others may draw for earlier tests
 
     def run(work, *args, grid, warmup, **options):
         def compile_kernel():
@@ -250,7 +251,8 @@ def order_one(monkeypatch):
 
     monkeypatch.setattr(jit.JITFunction, "run", run)
     yield lambda work: jit.JITFunction.run(work, grid=(1,), warmup=False)
-    assert jit.JITFunction.run is run and mode.get() is None and not multiprocessing.active_children()
+    assert jit.JITFunction.run is run and mode.get() is None
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_a_second_ctrl_c_ends_the_wait_for_processes(order_one):
