@@ -308,5 +308,5 @@ if __name__ == "__main__":
     gc.freeze()  # nor later: what is imported stays
     gc.enable()
     entry.run(main, opt)
-    if driver.wants_speed(sys.argv[1:]):
+    if driver.wants_speed(sys.argv[1:]) and driver.LAUNCHED not in os.environ:  # processes of several end as usual
         entry.leave()
