@@ -115,14 +115,20 @@ def gpu_failure() -> str | None:
 
     It waits for nothing.
     """
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)  # none while torch is being imported
+    cuda = _cuda_in_use()
     try:
         # To ask in the midst of a capture would break it.
-        if cuda and cuda.is_initialized() and not cuda.is_current_stream_capturing():
+        if cuda and not cuda.is_current_stream_capturing():
             cuda.current_stream().query()
     except RuntimeError as failure:
         return str(failure)
     return None
+
+
+def _cuda_in_use():
+    """torch.cuda, if this process uses a GPU; None otherwise."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)  # none while torch is being imported
+    return cuda if cuda and cuda.is_initialized() else None
 
 
 def leave() -> None:
@@ -130,8 +136,7 @@ def leave() -> None:
 
     What is to be done at the exit is done, but no object goes by itself, nor memory of a GPU.
     """
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)
-    if cuda and cuda.is_initialized():
+    if _cuda_in_use():
         _leave(0, give_back_gpus)
 
 

@@ -23,7 +23,6 @@ from utils.system.files import PROJECT_ROOT
 
 TOOL = """
 import sys
-from contextlib import suppress
 from tools import run_trials
 from tools.experiments import command_line, runner
 runner.TRAIN, runner.POLL = [sys.executable, "tests/fake_train.py"], 0.02
