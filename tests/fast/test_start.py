@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from multiprocessing import popen_fork
 from types import ModuleType, SimpleNamespace
@@ -45,6 +46,82 @@ def test_a_dry_pass_changes_nothing():
     assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())
     assert network[0].conv.weight.grad.eq(1).all() and network[1].conv.weight.grad is None
     assert torch.equal(torch.get_rng_state(), generator)
+
+
+def watch_convolutions(monkeypatch):
+    """The list of results that threads will have made."""
+    made = []
+
+    class Pool(ThreadPoolExecutor):
+        def submit(self, operation, *args):
+            return super().submit(lambda: made.append((operation, operation(*args))))
+
+    monkeypatch.setattr(start, "ThreadPoolExecutor", Pool)
+    return made
+
+
+def like(tensor):
+    return tensor is not None and (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride", "pad", "reach", "groups", "bias", "mask"),
+    [
+        (3, 1, 1, 1, 1, True, (True, True, True)), (1, 1, 0, 1, 1, False, (False, True, False)),
+        ((3, 5), (2, 1), (1, 2), 1, 2, False, (True, False, False)), (3, 2, 0, 2, 4, True, (True, True, False)),
+    ],
+)  # fmt: skip
+def test_convolutions_are_run_by_threads(kernel, stride, pad, reach, groups, bias, mask, monkeypatch):
+    """What is returned at once has the form of what the threads make, which is the right result."""
+    made, aten, order = watch_convolutions(monkeypatch), torch.ops.aten, torch.channels_last
+    conv = torch.nn.Conv2d(8, 12, kernel, stride, pad, reach, groups, bias).to(memory_format=order)
+    x = torch.rand(2, 8, 17, 12).contiguous(memory_format=order)
+    geometry = conv.requires_grad_(False).stride, conv.padding, conv.dilation, False, (0, 0), groups
+    with start.convolved_beside(torch.device("cpu")):
+        found = aten.convolution(x, conv.weight, conv.bias, *geometry)
+        sizes = [12] if mask[2] else None
+        gradients = aten.convolution_backward(torch.ones_like(found), x, conv.weight, sizes, *geometry, mask)
+    [own] = [result for operation, result in made if operation is aten.convolution.default]
+    [own_gradients] = [result for operation, result in made if operation is aten.convolution_backward.default]
+    assert torch.equal(own, conv(x)) and like(own) == like(found)
+    assert [like(gradient) for gradient in own_gradients] == [like(gradient) for gradient in gradients]
+    assert [gradient is not None for gradient in gradients] == list(mask)
+
+
+def test_only_maps_in_channels_last_order_are_for_the_threads(monkeypatch):
+    made, conv = watch_convolutions(monkeypatch), torch.nn.Conv2d(4, 4, 3)
+    turned, line = torch.nn.ConvTranspose2d(4, 4, 3), torch.nn.Conv1d(4, 4, 3)
+    x = torch.rand(2, 4, 8, 8)
+    last = x.contiguous(memory_format=torch.channels_last)
+    cases = (conv, x), (turned, last), (line, x[:, :, 0])
+    with start.convolved_beside(torch.device("cpu")):
+        found = [layer(maps) for layer, maps in cases]
+        found[0].sum().backward()
+    assert not made and all(torch.equal(a, layer(maps)) for a, (layer, maps) in zip(found, cases, strict=True))
+
+
+def test_a_search_is_not_disturbed(monkeypatch):
+    made, conv = watch_convolutions(monkeypatch), torch.nn.Conv2d(4, 4, 3)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    with start.convolved_beside(torch.device("cpu")):
+        conv(torch.rand(2, 4, 8, 8).contiguous(memory_format=torch.channels_last))
+    assert not made
+
+
+def test_a_network_gets_gradients_of_the_right_form(monkeypatch):
+    made, order = watch_convolutions(monkeypatch), torch.channels_last
+    network = torch.nn.Sequential(Conv(3, 8), Conv(8, 8, 3, 2)).to(memory_format=order)
+    with start.convolved_beside(torch.device("cpu")):
+        network(torch.rand(2, 3, 8, 8).contiguous(memory_format=order)).sum().backward()
+    assert len(made) == 4 and all(like(p.grad)[:2] == like(p)[:2] for p in network.parameters())
+
+
+def test_a_convolution_that_fails_is_for_the_first_step(monkeypatch):
+    order, aten = torch.channels_last, torch.ops.aten
+    x, weight = (torch.rand(*shape).contiguous(memory_format=order) for shape in ((2, 8, 9, 9), (12, 5, 3, 3)))
+    with start.convolved_beside(torch.device("cpu")):
+        found = aten.convolution(x, weight, None, (1, 1), (1, 1), (1, 1), False, (0, 0), 1)
+    assert found.shape == (2, 12, 9, 9)
 
 
 def test_nothing_is_made_without_a_gpu(caplog):
@@ -315,6 +392,7 @@ def test_the_first_step_finds_its_kernels(monkeypatch):
     device = torch.device("cuda", 0)
     from triton.runtime.jit import JITFunction
 
+    from models.fused.convolutions import Block
     from models.fused.network import fused_model
     from utils.loss.batched import BatchedLossOTA
     from utils.loss.criterion import ComputeLossOTA
@@ -323,8 +401,11 @@ def test_the_first_step_finds_its_kernels(monkeypatch):
     network, loss = fused_model(model), BatchedLossOTA(model)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     total = start.dry_loss(loss, (4, 3, 64, 64), device)
-    with start.compiled_ahead(device) as kernels:
+    made = watch_convolutions(monkeypatch)
+    with start.compiled_ahead(device) as kernels, start.convolved_beside(device):
         start.dry_pass(network, torch.zeros(4, 3, 64, 64, device=device), lambda: torch.autocast("cuda"), total)
+    counts = Counter("backward" in str(operation) for operation, _ in made)
+    assert counts[True] == counts[False] == sum(isinstance(operation, Block) for operation in network.plan.operations)
     assert kernels and all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     late = []
     monkeypatch.setattr(JITFunction, "_do_compile", lambda kernel, *_, **__: late.append(kernel.fn.__name__))

@@ -2,6 +2,7 @@
 
 torch's compiler    is not imported only because an optimiser is made
 cuDNN, cuBLAS       are loaded in a thread, while the model is built and the data are read
+convolutions        are chosen and loaded by threads: by one after the other the first step would wait for each
 cuDNN's search      is left out in a run that is too short to win back the seconds that it takes
 Triton's kernels    are loaded by threads, all at once, and compiled before that by processes: threads of Python would
                     wait for each other
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from utils.fast.compile import tensors_in
 from utils.loss.batched import grid_shapes, load_kernels
@@ -36,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 THREADS = min(16, os.cpu_count() or 1)
 USUAL_HEAD = 3, 3  # layers and anchors
+CONVOLVING = 4  # threads that run convolutions; each has a handle of cuDNN, and results that nobody reads
 MOST_COMPILED = 256  # kernels; their numbers are bytes
 PATIENCE = 300  # seconds that processes may compile; one that hangs must not hold up the run for ever
 # Seconds that a thread may keep the interpreter while another waits for it. With Python's 5 ms the thread that writes a
@@ -122,7 +125,7 @@ def compile_ahead(steps: Any, shape: Sequence[int], num_steps: int) -> None:
     logger.info("Preparing the kernels for images %s ...", " x ".join(map(str, shape)))
     with held_back():
         total = dry_loss(trainer.compute_loss, shape, device)  # first: it asks the device whether kernels work
-        with getattr(steps, "on_stream", nullcontext)(), compiled_ahead(device) as kernels:
+        with getattr(steps, "on_stream", nullcontext)(), compiled_ahead(device) as kernels, convolved_beside(device):
             images = steps.as_input(torch.zeros(shape, dtype=torch.uint8, device=device))
             dry_pass(trainer.network, images, trainer.autocast, total)
         torch.cuda.synchronize(device)
@@ -162,6 +165,55 @@ def dry_pass(network: torch.nn.Module, images: torch.Tensor, autocast: Callable,
         buffer.copy_(before)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
+
+
+@contextmanager
+def convolved_beside(device: torch.device) -> Iterator[None]:
+    """While this lasts threads run the convolutions of channels-last maps; what these return at once has any content.
+
+    cuDNN chooses a kernel for each geometry and loads it, for milliseconds in which nothing else would happen. Memory
+    comes from the current stream. Where cuDNN is to search, by taking times, nothing is different.
+    """
+    if torch.backends.cudnn.benchmark:
+        yield
+        return
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    with ThreadPoolExecutor(CONVOLVING, "convolving", _enter, (device, stream)) as pool, _Beside(pool):
+        yield
+
+
+class _Beside(TorchDispatchMode):
+    """Hands convolutions, and their gradients, to the threads of `pool`; also those that autograd calls."""
+
+    def __init__(self, pool):
+        super().__init__()
+        self.pool = pool
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        results = _room_for_results(operation, args)
+        if results is None:
+            return operation(*args, **(kwargs or {}))
+        self.pool.submit(operation, *args)  # one that fails says so where its result is used
+        return results
+
+
+def _room_for_results(operation, args):
+    """Uninitialised results of a convolution, or of its gradient, of maps in channels-last order; else None."""
+    aten, order = torch.ops.aten, torch.channels_last
+    if operation is aten.convolution.default:
+        x, weight, _, stride, padding, dilation, is_transposed, *_ = args
+    elif operation is aten.convolution_backward.default:
+        _, x, weight, bias_size, *_, is_transposed, _, _, wanted = args
+    else:
+        return None
+    if is_transposed or x.dim() != 4 or not x.is_contiguous(memory_format=order):
+        return None
+    if operation is aten.convolution_backward.default:
+        rooms = torch.empty_like(x), torch.empty_like(weight), weight.new_empty(bias_size or 0)
+        return tuple(room if is_wanted else None for room, is_wanted in zip(rooms, wanted, strict=True))
+    geometry = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+    size = [(length + 2 * pad - reach * (kernel - 1) - 1) // step + 1 for length, kernel, step, pad, reach in geometry]
+    return torch.empty((len(x), len(weight), *size), dtype=x.dtype, device=x.device, memory_format=order)
 
 
 @contextmanager
@@ -223,10 +275,11 @@ def _loaded_alone(load):
     return load_alone
 
 
-def _enter(device):
-    """A thread begins with the first GPU, or without any."""
+def _enter(device, stream=None):
+    """A thread begins with the first GPU, or without any, and with the default stream."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        torch.cuda.set_stream(stream or torch.cuda.current_stream())
 
 
 class _NotKept(Exception):
