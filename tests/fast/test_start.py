@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from multiprocessing import popen_fork
 from types import ModuleType, SimpleNamespace
@@ -50,13 +49,15 @@ def test_a_dry_pass_changes_nothing():
 
 def watch_convolutions(monkeypatch):
     """The list of results that threads will have made."""
-    made = []
+    made, init = [], start._Beside.__init__
 
-    class Pool(ThreadPoolExecutor):
-        def submit(self, operation, *args):
-            return super().submit(lambda: made.append((operation, operation(*args))))
+    def watched(mode, pool):
+        def submit(operation, *args):
+            return pool.submit(lambda: made.append((operation, operation(*args))))
 
-    monkeypatch.setattr(start, "ThreadPoolExecutor", Pool)
+        init(mode, SimpleNamespace(submit=submit))
+
+    monkeypatch.setattr(start._Beside, "__init__", watched)
     return made
 
 
@@ -86,6 +87,18 @@ def test_convolutions_are_run_by_threads(kernel, stride, pad, reach, groups, bia
     assert torch.equal(own, conv(x)) and like(own) == like(found)
     assert [like(gradient) for gradient in own_gradients] == [like(gradient) for gradient in gradients]
     assert [gradient is not None for gradient in gradients] == list(mask)
+
+
+def test_threads_for_convolutions_need_no_compiler():
+    program = """
+import sys, torch
+from utils.fast import start
+with start.convolved_beside(torch.device("cpu")):
+    torch.nn.Conv2d(4, 4, 3)(torch.rand(2, 4, 8, 8).contiguous(memory_format=torch.channels_last)).sum().backward()
+print("torch._dynamo" in sys.modules)
+"""
+    run = subprocess.run([sys.executable, "-c", program], cwd=PROJECT_ROOT, capture_output=True, text=True, timeout=60)
+    assert run.stdout == "False\n", run.stderr
 
 
 def test_only_maps_in_channels_last_order_are_for_the_threads(monkeypatch):

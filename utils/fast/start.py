@@ -185,6 +185,11 @@ def convolved_beside(device: torch.device) -> Iterator[None]:
 class _Beside(TorchDispatchMode):
     """Hands convolutions, and their gradients, to the threads of `pool`; also those that autograd calls."""
 
+    @classmethod
+    def _should_skip_dynamo(cls):
+        """torch would import its compiler here, which takes a second, only to say that it is not to compile this."""
+        return False
+
     def __init__(self, pool):
         super().__init__()
         self.pool = pool
