@@ -48,7 +48,7 @@ def test_a_dry_pass_changes_nothing():
 
 
 def watch_convolutions(monkeypatch):
-    """The list of results that threads will have made."""
+    """The list of results that the thread will have made."""
     made, init = [], start._Beside.__init__
 
     def watched(mode, pool):
@@ -72,8 +72,8 @@ def like(tensor):
         ((3, 5), (2, 1), (1, 2), 1, 2, False, (True, False, False)), (3, 2, 0, 2, 4, True, (True, True, False)),
     ],
 )  # fmt: skip
-def test_convolutions_are_run_by_threads(kernel, stride, pad, reach, groups, bias, mask, monkeypatch):
-    """What is returned at once has the form of what the threads make, which is the right result."""
+def test_convolutions_are_run_by_a_thread(kernel, stride, pad, reach, groups, bias, mask, monkeypatch):
+    """What is returned at once has the form of what the thread makes, which is the right result."""
     made, aten, order = watch_convolutions(monkeypatch), torch.ops.aten, torch.channels_last
     conv = torch.nn.Conv2d(8, 12, kernel, stride, pad, reach, groups, bias).to(memory_format=order)
     x = torch.rand(2, 8, 17, 12).contiguous(memory_format=order)
@@ -89,7 +89,7 @@ def test_convolutions_are_run_by_threads(kernel, stride, pad, reach, groups, bia
     assert [gradient is not None for gradient in gradients] == list(mask)
 
 
-def test_threads_for_convolutions_need_no_compiler():
+def test_the_thread_for_convolutions_needs_no_compiler():
     program = """
 import sys, torch
 from utils.fast import start
@@ -101,7 +101,7 @@ print("torch._dynamo" in sys.modules)
     assert run.stdout == "False\n", run.stderr
 
 
-def test_only_maps_in_channels_last_order_are_for_the_threads(monkeypatch):
+def test_only_maps_in_channels_last_order_are_for_the_thread(monkeypatch):
     made, conv = watch_convolutions(monkeypatch), torch.nn.Conv2d(4, 4, 3)
     turned, line = torch.nn.ConvTranspose2d(4, 4, 3), torch.nn.Conv1d(4, 4, 3)
     x = torch.rand(2, 4, 8, 8)

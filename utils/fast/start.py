@@ -2,7 +2,7 @@
 
 torch's compiler    is not imported only because an optimiser is made
 cuDNN, cuBLAS       are loaded in a thread, while the model is built and the data are read
-convolutions        are chosen and loaded by threads: by one after the other the first step would wait for each
+convolutions        are chosen and loaded by a thread, while Python goes through the layers
 cuDNN's search      is left out in a run that is too short to win back the seconds that it takes
 Triton's kernels    are loaded by threads, all at once, and compiled before that by processes: threads of Python would
                     wait for each other
@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 THREADS = min(16, os.cpu_count() or 1)
 USUAL_HEAD = 3, 3  # layers and anchors
-CONVOLVING = 4  # threads that run convolutions; each has a handle of cuDNN, and results that nobody reads
 MOST_COMPILED = 256  # kernels; their numbers are bytes
 PATIENCE = 300  # seconds that processes may compile; one that hangs must not hold up the run for ever
 # Seconds that a thread may keep the interpreter while another waits for it. With Python's 5 ms the thread that writes a
@@ -169,21 +168,22 @@ def dry_pass(network: torch.nn.Module, images: torch.Tensor, autocast: Callable,
 
 @contextmanager
 def convolved_beside(device: torch.device) -> Iterator[None]:
-    """While this lasts threads run the convolutions of channels-last maps; what these return at once has any content.
+    """While this lasts a thread runs the convolutions of channels-last maps; what they return at once has any content.
 
-    cuDNN chooses a kernel for each geometry and loads it, for milliseconds in which nothing else would happen. Memory
-    comes from the current stream. Where cuDNN is to search, by taking times, nothing is different.
+    cuDNN chooses a kernel for each geometry and loads it, for milliseconds in which nothing else would happen. One
+    thread, because several wait for each other and hold up the rest. Memory comes from the current stream. Where cuDNN
+    is to search, by taking times, nothing is different.
     """
     if torch.backends.cudnn.benchmark:
         yield
         return
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    with ThreadPoolExecutor(CONVOLVING, "convolving", _enter, (device, stream)) as pool, _Beside(pool):
+    with ThreadPoolExecutor(1, "convolving", _enter, (device, stream)) as pool, _Beside(pool):
         yield
 
 
 class _Beside(TorchDispatchMode):
-    """Hands convolutions, and their gradients, to the threads of `pool`; also those that autograd calls."""
+    """Hands convolutions, and their gradients, to the thread of `pool`; also those that autograd calls."""
 
     @classmethod
     def _should_skip_dynamo(cls):

@@ -64,8 +64,8 @@ class BatchRing:
     def lock_pages(self):
         """Page-lock the slots, so that copies to the GPU run by themselves. A refusal only costs speed.
 
-        A thread does it; until then the copies wait for themselves. Whoever forks or takes memory meanwhile waits, and
-        longer if the workers have not written to the slots before.
+        A thread does it; until then the copies wait for themselves. It is quick when the workers have written to the
+        slots before; otherwise it fills them with zeros first, and whoever forks or takes memory meanwhile waits.
         """
         self.is_locked = True  # from here on a copy may be on its way when its slot is released
         device = torch.cuda.current_device()  # a thread begins with the first one, where it would make a context
@@ -208,8 +208,6 @@ class SharedMemoryLoader:
     `batches` is a batch sampler over keys. `endless`: the workers go on with the next epoch before it is asked for;
     otherwise each pass waits for its first batch, and `persistent` decides whether the workers stay between passes.
     With LateSteps the images are what these say, and some steps are left to the consumer.
-    With `lock_pages` the memory is page-locked when a part of it is used for the second time: the GPU waits for that,
-    and a run of fewer batches would gain nothing.
     The images of a batch are valid until the next batch is asked for. `copy_stream`: the CUDA stream that reads them,
     if it is another one than the current stream at that moment.
     """
@@ -228,7 +226,6 @@ class SharedMemoryLoader:
         self.writer = BatchWriter(source, self.ring, collate_group, late)
         self.keys, self.pool, self.owner = iter(()), None, os.getpid()
         self.pending: dict[int, PendingBatch] = {}  # by slot, the oldest first
-        self.num_batches = 0  # that were asked for
         if endless:
             self._start_workers()
         self.lock_pages = lock_pages
@@ -272,6 +269,8 @@ class SharedMemoryLoader:
     def _begin_pass(self):
         if self.pool is None:
             self._start_workers()
+        if self.lock_pages and not self.ring.locking:  # after the fork: the workers need no part of it
+            self.ring.lock_pages()
         if self.endless:
             return
         while self.pending:  # of a pass that was left; the indices may change only when no worker reads them
@@ -297,9 +296,6 @@ class SharedMemoryLoader:
 
     def _next_batch(self):
         """(batch, slot) of the oldest pending batch, complete."""
-        if self.lock_pages and not self.ring.locking and self.num_batches == self.ring.count:
-            self.ring.lock_pages()
-        self.num_batches += 1
         self._hand_out()
         if not self.pending:  # only then: to wait for a copy with batches at hand would be idle
             self._hand_out(wait=True)
