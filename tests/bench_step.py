@@ -7,8 +7,8 @@ autocast. Each path starts from a model of its own. Milliseconds a step are medi
 brackets, between events at the end of consecutive steps, after a warm-up; images a second come from the whole window.
 `host` is the time that the main process spends in a step, with its parts `plan` (the loss's preparation) and `run`
 (copies and launch of the graph), `cpu` its processor time, `waits` the synchronisations that torch reports.
-`forward+backward` is the limit: the network alone with a trivial loss, channels-last, in a CUDA graph; `update` is SGD
-and moving average alone, in a graph. `cuda-graph, copied` takes its batches from page-locked host memory through the
+`forward+backward` is the limit: the network alone, backward from given gradients, in a CUDA graph; `update` is SGD and
+moving average alone, in a graph. `cuda-graph, copied` takes its batches from page-locked host memory through the
 batches of --fast-step.
 
 A case that fails prints its traceback, and the others go on.
@@ -41,7 +41,7 @@ from utils.engine.batches import Batch
 from utils.engine.ema import ModelEMA
 from utils.engine.trainer import Trainer
 from utils.fast.graph_step import GraphSteps
-from utils.fast.prefetcher import AHEAD, Prefetcher, as_float
+from utils.fast.prefetcher import AHEAD, Prefetcher
 from utils.fast.train_step import FastSteps
 from utils.loss import batched, criterion
 from utils.run import entry
@@ -201,24 +201,33 @@ def replayed(body, most=20):
     return spread(times[3:])
 
 
+def gradient_like(maps):
+    """Small random numbers in the shape of `maps`, that lie in memory as these do: what a loss writes without copies."""
+    room = torch.empty(maps.untyped_storage().nbytes() // maps.element_size(), dtype=maps.dtype, device=maps.device)
+    return room.normal_(std=1e-4).as_strided(maps.shape, maps.stride(), maps.storage_offset())
+
+
 def limits(case, device):
     """The model alone, and the update alone."""
     steps = build(case, "plain", "fast-step", device, "fp16")
     _, size, batch = case
-    images = as_float(torch.randint(256, (batch, 3, size, size), dtype=torch.uint8, device=device))
+    images = steps.as_input(torch.randint(256, (batch, 3, size, size), dtype=torch.uint8, device=device))
     parameters = list(steps.trainer.model.parameters())
 
-    def alone():
+    def network():
         with steps.trainer.autocast():
-            total = sum(p.float().square().mean() for p in steps.trainer.network(images))
-        torch.autograd.backward(total)
+            return steps.trainer.network(images)
+
+    gradients = [gradient_like(maps) for maps in network()]
+
+    def alone():
+        torch.autograd.backward(network(), gradients)
         for parameter in parameters:
             parameter.grad = None
 
     rows = {"forward+backward": {"step": replayed(alone)}}
     steps.trainer.scaler.scale(torch.ones((), device=device))  # its tensors come with the first use
-    with steps.trainer.autocast():
-        sum(p.float().square().mean() for p in steps.trainer.network(images)).backward()
+    torch.autograd.backward(network(), gradients)
     steps._lay_out()
     steps.sgd.collect()
     rows["update"] = {"step": replayed(steps.update)}

@@ -12,8 +12,10 @@ import tempfile
 import threading
 
 import pytest
+import torch
 
 from tests import forked
+from tests.bench_step import gradient_like
 from utils.run import entry
 from utils.system.files import PROJECT_ROOT
 
@@ -129,3 +131,11 @@ def test_benchmark(program, tmp_path):
     assert ended.status == 0, ended.text[-2000:]
     for pattern in expected:
         assert re.search(pattern, ended.text), f"{pattern}\n{ended.text}"
+
+
+def test_a_gradient_lies_as_its_maps():
+    rows = torch.zeros(2 * 5 * 4, 24, dtype=torch.half)
+    maps = rows.view(2, 5, 4, 24)[..., :21].unflatten(3, (3, 7)).permute(0, 3, 1, 2, 4)
+    found = gradient_like(maps)
+    assert (found.shape, found.stride(), found.dtype) == (maps.shape, maps.stride(), maps.dtype)
+    assert found.untyped_storage().nbytes() == rows.untyped_storage().nbytes() and 0 < found.abs().max() < 0.01
