@@ -202,7 +202,7 @@ def replayed(body, most=20):
 
 
 def gradient_like(maps):
-    """Small random numbers in the shape of `maps`, that lie in memory as these do: what a loss writes without copies."""
+    """Small random numbers that lie in memory as `maps` do: what a loss writes without copies."""
     room = torch.empty(maps.untyped_storage().nbytes() // maps.element_size(), dtype=maps.dtype, device=maps.device)
     return room.normal_(std=1e-4).as_strided(maps.shape, maps.stride(), maps.storage_offset())
 
