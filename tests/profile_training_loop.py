@@ -350,6 +350,7 @@ def plot(rows, path, title):
         axes.text(left[position], position, f" {row['end to end']['rate']:,.0f} img/s", va="center", fontsize=8)
     axes.set_yticks(range(len(rows)), labels, fontsize=8)
     axes.invert_yaxis()
+    axes.set_xlim(right=1.1 * max(left))  # room for the rates
     axes.set(xlabel="ms for an image, by phase", title=title)
     axes.legend(ncols=5, fontsize=8)
     figure.savefig(path, dpi=120)
