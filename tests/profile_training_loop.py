@@ -114,11 +114,12 @@ def run_child(job, chosen, variant, data, folder, options, ranks=1):
             str(chosen["batch"]), "--steps", str(options.steps), "--seconds", str(options.seconds), "--workers",
             str(options.workers), "--device", options.device, "--", *flags]  # fmt: skip
     started, log = time.perf_counter(), Path(options.out) / "last_run.log"
-    if runner.run_program(line, log, os.environ | environment, options.timeout) is None:
+    status = runner.run_program(line, log, os.environ | environment, options.timeout)
+    if status is None:
         return row | {"error": f"not done after {options.timeout} s"}
     row["whole_seconds"] = time.perf_counter() - started
     if not all(result.exists() for result in results):
-        return row | {"error": last_words(log)}
+        return row | {"error": runner.last_words(log.read_text(errors="replace"), status)[-200:]}
     return row | merged([json.loads(result.read_text()) for result in results])
 
 
@@ -161,11 +162,6 @@ def split_variant(variant):
         elif "=" not in word and keep:
             flags.append(word)
     return flags, environment, unknown
-
-
-def last_words(log):
-    lines = [line for line in log.read_text(errors="replace").replace("\r", "\n").splitlines() if line.strip()]
-    return lines[-1][-200:] if lines else "it said nothing"
 
 
 def measure(options):

@@ -33,8 +33,9 @@ class Translator:
         self.pyramids = {}  # Value -> (window, Value): the largest max pooling of it so far
         values, x = [], self.floats
         for layer in model.model[:-1]:
-            sources = [x if index == -1 else values[index] for index in _as_list(layer.f)]
-            x = self.module(layer, sources, isinstance(layer.f, list))
+            takes_list = isinstance(layer.f, list)
+            indices = layer.f if takes_list else [layer.f]
+            x = self.module(layer, [x if index == -1 else values[index] for index in indices], takes_list)
             values.append(x)
         head = model.model[-1]
         self.outputs = self._head(head, [values[index] for index in head.f])
@@ -185,10 +186,6 @@ class Translator:
         operation = HeadOutput(source, conv, head.na, added, factor)
         self._do(operation)
         return operation
-
-
-def _as_list(indices):
-    return indices if isinstance(indices, list) else [indices]
 
 
 def is_plain(norm):

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler
 
+from utils.data.dataset import numbered
 from utils.data.fast.worker_pool import WorkerPool
 from utils.data.keyed_dataset import KeyedDataset
 from utils.data.sampler import EndlessBatches, ShortEpochs
@@ -185,7 +186,7 @@ class BatchWriter:
         if at_once:
             targets = self.source.dataset.finish(targets, first, steps[start:stop], begin)
         else:
-            targets = _numbered(targets, first)
+            targets = numbered(targets, first).numpy()
         return targets, tuple(image.shape), paths, shapes
 
     def describe(self, slot, position):
@@ -323,13 +324,6 @@ class SharedMemoryLoader:
         if self.late:
             images = self.late.batch(images, torch.from_numpy(self.ring.steps(slot)[:num_images]))
         return images, torch.from_numpy(np.concatenate(targets)), paths, shapes
-
-
-def _numbered(targets, first):
-    """Concatenated targets, an array, with their image's position in the batch in column 0."""
-    for number, rows in enumerate(targets, first):
-        rows[:, 0] = number
-    return torch.cat(targets).numpy()
 
 
 def ring_length(workers, prefetch, micro_batch, batch_size):
