@@ -208,7 +208,7 @@ def kind_of(activation):
 
 
 def merged(operations):
-    """The same, with the Blocks that read one Value with one geometry as one Block, in the place of the first."""
+    """`operations`, but Blocks that read one Value with one geometry are a single Block, at the place of the first."""
     first, result = {}, []
     for operation in operations:
         if type(operation) is Block and operation.geometry[-1] == 1:
@@ -223,7 +223,7 @@ def merged(operations):
 
 
 def needed_only(operations):
-    """Without those that have no parameters and make what nobody reads."""
+    """`operations` without those that have no parameters and whose results nobody reads."""
     read, result = set(), []
     for operation in reversed(operations):
         if operation.modules or not operation.targets or read.intersection(operation.targets):
