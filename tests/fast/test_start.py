@@ -48,7 +48,8 @@ def test_a_dry_pass_changes_nothing():
 
 
 def watch_convolutions(monkeypatch):
-    """The list of results that the thread will have made."""
+    """The list of results that the thread will have made. No search of cuDNN is on, which an earlier test may want."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     made, init = [], start._Beside.__init__
 
     def watched(mode, pool):
@@ -268,7 +269,7 @@ def train_tiny():
 
 
 def test_kernels_are_ordered_and_not_run(monkeypatch):
-    """All that is ordered is ready at the end, from threads; a kernel that fails says so where it is used."""
+    """All kernels that were asked for are ready at the end, from threads; one that fails raises where it is used."""
     jit = pytest.importorskip("triton.runtime.jit")
     mode = pytest.importorskip("triton.runtime._async_compile").active_mode
     done = []
@@ -325,7 +326,7 @@ def test_what_is_not_kept_is_compiled_by_processes(monkeypatch, tmp_path):
 
 @pytest.fixture
 def order_one(monkeypatch):
-    """A function that orders a kernel that is not kept, and compiled by the function that it is given."""
+    """A function that asks for a kernel that is not in the cache, to be compiled by the function that it is given."""
     jit = pytest.importorskip("triton.runtime.jit")
     mode = pytest.importorskip("triton.runtime._async_compile").active_mode
     compiler = importlib.import_module("triton.compiler")
