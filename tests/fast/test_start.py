@@ -32,6 +32,12 @@ print(*sys.modules)
 """
 
 
+@pytest.fixture(autouse=True)
+def no_search(monkeypatch):
+    """With cuDNN's search, which a training of an earlier test may have left on, no thread runs convolutions."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+
+
 def test_a_dry_pass_changes_nothing():
     torch.manual_seed(0)
     network = torch.nn.Sequential(Conv(3, 4), Conv(4, 4)).eval()
@@ -48,8 +54,7 @@ def test_a_dry_pass_changes_nothing():
 
 
 def watch_convolutions(monkeypatch):
-    """The list of results that the thread will have made. No search of cuDNN is on, which an earlier test may want."""
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    """The list of results that the thread will have made."""
     made, init = [], start._Beside.__init__
 
     def watched(mode, pool):

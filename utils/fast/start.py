@@ -137,7 +137,7 @@ def dry_loss(compute_loss: Any, shape: Sequence[int], device: torch.device) -> C
 
     Otherwise it is a plain sum: operations of torch would read indices that kernels write, and here no kernel runs.
     """
-    if not getattr(compute_loss, "has_kernels", bool)():
+    if not (hasattr(compute_loss, "has_kernels") and compute_loss.has_kernels()):
         return lambda maps: sum(map_.float().mean() for map_ in tensors_in(maps))
     targets = torch.full((shape[0], 6), 0.5)  # one for each image
     targets[:, 0], targets[:, 1] = torch.arange(shape[0]), 0
@@ -195,14 +195,14 @@ class _Beside(TorchDispatchMode):
         self.pool = pool
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        results = _room_for_results(operation, args)
+        results = _empty_results(operation, args)
         if results is None:
             return operation(*args, **(kwargs or {}))
         self.pool.submit(operation, *args)  # an error comes again in the first step, which reports it
         return results
 
 
-def _room_for_results(operation, args):
+def _empty_results(operation, args):
     """Uninitialised results of a convolution, or of its gradient, of maps in channels-last order; else None."""
     aten, order = torch.ops.aten, torch.channels_last
     if operation is aten.convolution.default:
@@ -214,8 +214,8 @@ def _room_for_results(operation, args):
     if is_transposed or x.dim() != 4 or not x.is_contiguous(memory_format=order):
         return None
     if operation is aten.convolution_backward.default:
-        rooms = torch.empty_like(x), torch.empty_like(weight), weight.new_empty(bias_size or 0)
-        return tuple(room if is_wanted else None for room, is_wanted in zip(rooms, wanted, strict=True))
+        results = torch.empty_like(x), torch.empty_like(weight), weight.new_empty(bias_size or 0)
+        return tuple(result if is_wanted else None for result, is_wanted in zip(results, wanted, strict=True))
     geometry = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
     size = [(length + 2 * pad - reach * (kernel - 1) - 1) // step + 1 for length, kernel, step, pad, reach in geometry]
     return torch.empty((len(x), len(weight), *size), dtype=x.dtype, device=x.device, memory_format=order)

@@ -54,7 +54,7 @@ class DeferredBatch(NamedTuple):
         return batch, rows // CAPACITY if self.steps.shape[1] > STEPS else rows, width, channels
 
     def on_device(self, room):
-        """`augmented` on the device where `room(number, shape)` gives a uint8 tensor, another one for each number."""
+        """`augmented` on the device where `room(number, shape)` gives the buffer of that number, a uint8 tensor."""
         there = DeferredBatch(*(room(k, part.shape).copy_(part, non_blocking=True) for k, part in enumerate(self)))
         return there.augmented(out=room(2, there.image_shape))
 

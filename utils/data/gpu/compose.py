@@ -39,8 +39,8 @@ class ComposedBatch(NamedTuple):
     def on_device(self, room: Callable) -> torch.Tensor:
         """The images [b x 3 x h x w: RGB] on the device of the store, in channels-last order.
 
-        `room(number, shape)` gives a uint8 tensor there, another one for each number. Copies and work are queued on the
-        current stream; pixels and recipes must stay as they are until then.
+        `room(number, shape)` gives the buffer of that number, a uint8 tensor there. Copies and work are queued on the
+        current stream; pixels and recipes must stay as they are until that is done.
         """
         return self.uploaded(room)()
 
