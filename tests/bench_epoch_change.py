@@ -156,18 +156,19 @@ def table(rows, options):
     """Markdown."""
     import torch
 
+    from tools.experiments import markdown
+
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     parts = [part for part in ("all", *PARTS, "epoch") if any(part in changes[-1] for changes in rows.values())]
-    lines = [f"{machine}, torch {torch.__version__}; {options.cfg}, {options.img} px, batch {options.batch}, "
-             f"{options.images} images, {options.val_images} to validate; ms", "",
-             "| | " + " | ".join(parts) + " |", "|---" * (len(parts) + 1) + "|"]  # fmt: skip
+    lines = []
     for name, changes in rows.items():
-        cells = []
+        lines.append([f"`{name}`"])
         for part in parts:
             values = [1e3 * change.get(part, 0) for change in changes[min(WARM_UP, len(changes) - 1) :]]
-            cells.append(f"{statistics.median(values):.0f} ({min(values):.0f}-{max(values):.0f})")
-        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            lines[-1].append(f"{statistics.median(values):.0f} ({min(values):.0f}-{max(values):.0f})")
+    title = (f"{machine}, torch {torch.__version__}; {options.cfg}, {options.img} px, batch {options.batch}, "
+             f"{options.images} images, {options.val_images} to validate; ms")  # fmt: skip
+    return f"{title}\n\n{markdown.table(['', *parts], lines)}"
 
 
 def parse():

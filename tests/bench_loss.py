@@ -2,7 +2,7 @@
 
 python tests/bench_loss.py [--short] [--seconds 1] [--device cpu --threads 2] [--out runs/bench_loss]
 
-Prints a markdown table, and writes it with a json of every number and a plot into --out. Milliseconds are medians with
+Prints a markdown table, and writes it with a json of every number into --out. Milliseconds are medians with
 the smallest and the largest in brackets; both sides run in this one process, on float32 predictions (as the heads give
 them) under float16 autocast on a GPU. `step` is forward + backward, targets on the device for the reference and on the
 host for the fast losses, whose work on the host is part of it. `prepare` is that work alone, `compute` the step without
@@ -33,7 +33,7 @@ import torch
 sys.path.insert(0, os.environ.get("BENCH_LOSS_ROOT") or str(Path(__file__).resolve().parents[1]))
 
 from tests.loss_cases import model_with_head
-from tools.experiments import command_line
+from tools.experiments import command_line, markdown
 from utils.loss import assigner, batched, batched_assigner, criterion
 from utils.run import entry
 
@@ -246,7 +246,7 @@ def run_captured(case, kind, device, seconds):
         gradients = torch.autograd.grad(total * 1024, outputs)
         return items, [gradient.contiguous(memory_format=torch.channels_last) for gradient in gradients]
 
-    on_host = timed_on_host(prepare, seconds)
+    on_host = measure(prepare, torch.device("cpu"), most=500, seconds=seconds)
     numbers = {"prepare": on_host, "step": measure(step, device, seconds=seconds)}
     if device.type == "cuda":
         replay = graph_replay(step)
@@ -254,10 +254,6 @@ def run_captured(case, kind, device, seconds):
         numbers["by kernel"] = kernel_times(replay)
     case = dict(zip(COLUMNS, (*case, kind), strict=True))
     return {"tree": os.environ.get("BENCH_LOSS_ROOT", "this"), **case, "targets": len(targets), **numbers}
-
-
-def timed_on_host(function, seconds):
-    return measure(function, torch.device("cpu"), most=500, seconds=seconds)
 
 
 def kernel_times(function, repetitions=10):
@@ -292,26 +288,23 @@ def table(rows):
         (side, name) for side, names in NUMBERS.items() for name in names if any(name in row[side] for row in rows)
     ]
     head = [*COLUMNS, *(f"{side}: {name}" for side, name in filled), "speed-up"]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines = []
     for row in rows:
         numbers = [in_words(row[side].get(name)) for side, name in filled]
-        cells = [*(str(row[name]) for name in COLUMNS), *numbers, f"{row['speed-up']:.1f}x"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append([*(row[name] for name in COLUMNS), *numbers, f"{row['speed-up']:.1f}x"])
+    return markdown.table(head, lines)
 
 
 def ota_against_plain(rows):
     """How much longer OTA takes than the plain loss, both fast, as markdown: ratios of the medians."""
-    lines = ["| " + " | ".join((*COLUMNS[:-1], "step", "compute", "graph")) + " |", "|" + "---|" * 7]
+    lines, numbers = [], ("step", "compute", "graph")
     fast = {(*(row[name] for name in COLUMNS[:-1]), row["loss"]): row["fast"] for row in rows}
     for *case, kind in fast:
         plain, ota = fast.get((*case, "plain")), fast.get((*case, "ota"))
         if kind == "plain" and plain and ota:
-            ratios = (
-                f"{ota[name][0] / plain[name][0]:.2f}" if name in ota else "-" for name in ("step", "compute", "graph")
-            )
-            lines.append("| " + " | ".join((*map(str, case), *ratios)) + " |")
-    return "\n".join(lines)
+            ratios = (f"{ota[name][0] / plain[name][0]:.2f}" if name in ota else "-" for name in numbers)
+            lines.append([*case, *ratios])
+    return markdown.table([*COLUMNS[:-1], *numbers], lines)
 
 
 def in_words(value):
@@ -322,22 +315,6 @@ def in_words(value):
     return f"{value:.0f}"
 
 
-def plot(rows, path, title):
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 0.45 * len(rows) + 2), layout="constrained")
-    axes = figure.subplots()
-    for offset, side in ((-0.2, "reference"), (0.2, "fast")):
-        axes.barh([i + offset for i in range(len(rows))], [row[side]["step"][0] for row in rows], 0.38, label=side)
-    labels = ["{loss}, batch {batch}, {boxes} boxes, {classes} classes, {pixels} px".format(**row) for row in rows]
-    axes.set_yticks(range(len(rows)), labels)
-    axes.invert_yaxis()
-    axes.set(xscale="log", xlabel="ms for forward + backward of the loss", title=title)
-    axes.grid(axis="x", which="both", alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
-
-
 def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=entry.Help)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -346,7 +323,7 @@ def parse():
     parser.add_argument("--base", help="folder of an older checkout to measure first, with --captured")
     parser.add_argument("--seconds", type=float, default=1.0, help="for the repetitions of one number")
     parser.add_argument("--threads", type=int, default=None, help="of the CPU")
-    parser.add_argument("--out", default="runs/bench_loss", help="folder of table, json and plot")
+    parser.add_argument("--out", default="runs/bench_loss", help="folder of table and json")
     return parser.parse_args()
 
 
@@ -376,7 +353,6 @@ def main(opt):
             (out / "bench_loss.json").write_text(json.dumps({"machine": title, "rows": rows}, indent=1))
     text = f"{title}\n\n{table(rows)}\n\nOTA against plain:\n\n{ota_against_plain(rows)}\n"
     (out / "bench_loss.md").write_text(text)
-    plot(rows, out / "bench_loss.png", title)
     print(f"\n{text}")
 
 

@@ -34,7 +34,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.bench_step import CASES, spread  # noqa: E402  (needs the path above)
+from tests.bench_step import CASES, gradient_like, spread  # noqa: E402  (needs the path above)
 from tools.experiments import command_line  # noqa: E402
 from utils.run import entry  # noqa: E402
 
@@ -112,9 +112,7 @@ class Captured:
         with torch.autocast("cuda", torch.float16):
             maps = self.network(self.images)
         if self.gradients is None:
-            rooms = [x.new_empty(x.untyped_storage().nbytes() // x.element_size()) for x in maps]
-            around = [room.as_strided(x.shape, x.stride()) for room, x in zip(rooms, maps, strict=True)]
-            self.gradients = [x.normal_(std=1e-3) for x in around]
+            self.gradients = list(map(gradient_like, maps))
         torch.autograd.backward(maps, self.gradients)
         for parameter in self.network.parameters():
             parameter.grad = None

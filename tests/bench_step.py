@@ -83,11 +83,6 @@ def network_of(model, path, device):
     return load("models.fused.network:fused_model")(model) if is_fused else model
 
 
-def target_sets(case):
-    """NUM_SETS times targets [n x 6] on the host."""
-    return [random_targets(case[2], BOXES, NUM_CLASSES, seed) for seed in range(NUM_SETS)]
-
-
 def endless(case, path, sets, device):
     """Batches as those of `path` would yield them, without a copy."""
     _, size, batch = case
@@ -247,7 +242,8 @@ def count_waits(steps, batches):
 
 def run(case, kind, path, device, precision):
     """One row."""
-    sets, is_reference = target_sets(case), path == "reference"
+    sets = [random_targets(case[2], BOXES, NUM_CLASSES, seed) for seed in range(NUM_SETS)]  # [n x 6] on the host
+    is_reference = path == "reference"
     steps = build(case, kind, path.removesuffix(", copied"), device, precision)
     batches = copied(case, sets, device) if "copied" in path else endless(case, path, sets, device)
     slow = is_reference and kind == "ota"

@@ -159,7 +159,7 @@ def main(options):
             cache=True, workers=options.workers, persistent_workers=True, worker_tensor=True,
         )  # fmt: skip
         model, compute_loss, nc = make_model(options, loader, device)
-        sides = ({} if options.quick else {"reference": (evaluate, loader)}) | sides_of(loader, device)
+        sides = {"reference": (evaluate, loader)} | sides_of(loader, device)
         runs = {
             name: partial(score, model, batches, nc, list(model.names), compute_loss=compute_loss)
             for name, (score, batches) in sides.items()
@@ -211,7 +211,6 @@ def parse():
     parser.add_argument("--repeats", type=int, default=5, help="of the fast sides")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--device", default="")
-    parser.add_argument("--quick", action="store_true", help="without the reference")
     parser.add_argument("--out", default="runs/bench_val")
     return parser.parse_args()
 

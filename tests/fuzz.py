@@ -298,10 +298,8 @@ def main(arguments=None):
     parser.add_argument("--kinds", nargs="+", help="only these")
     parser.add_argument("--show", nargs="+", choices=OUTCOMES, metavar="OUTCOME", default=["crashed", "hung"],
                         help=f"of {', '.join(OUTCOMES)}")  # fmt: skip
-    parser.add_argument("--json", help="write all results to this file")
     opt = parser.parse_args(arguments)
-    home = Path.cwd()
-    table, good = {}, True
+    good = True
     print(f"| {'kind':12} | inputs |" + "".join(f" {outcome:>7} |" for outcome in OUTCOMES) + " longest, s |")
     for name, kind in kinds().items():
         if opt.kinds and name not in opt.kinds:
@@ -315,9 +313,6 @@ def main(arguments=None):
         for number, outcome, detail, seconds in list(shown.values())[::-1][:MAX_SHOWN]:
             print(f"    {outcome} {name} {number} ({seconds:.2f} s): {detail}")
         good &= not (canary or counts["crashed"] or counts["hung"])
-        table[name] = results
-    if opt.json:
-        (home / opt.json).write_text(json.dumps(table))
     return good
 
 

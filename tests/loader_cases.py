@@ -1,11 +1,12 @@
 """Small loaders of the golden images for the tests of the opt-in loaders, and how their batches are compared."""
 
+import inspect
 from types import SimpleNamespace
 
 import numpy as np
 
 from tests import golden_data
-from utils.datasets import create_dataloader
+from utils.datasets import LoadImagesAndLabels, create_dataloader
 
 OPT = SimpleNamespace(single_cls=False)
 HYP = golden_data.ALL_AUGMENTATIONS
@@ -17,6 +18,12 @@ def make_loader(folder, workers=2, batch=BATCH, augment=True, **options):
     return create_dataloader(
         str(folder / "all.txt"), 64, batch, 32, OPT, hyp=HYP, augment=augment, workers=workers, **options
     )
+
+
+def steps_on_pixels():
+    """The names of the reference data set's methods that get an image or a mosaic."""
+    methods = {name: method for name, method in vars(LoadImagesAndLabels).items() if inspect.isfunction(method)}
+    return {name for name, method in methods.items() if {"img", "mosaic"} & set(inspect.signature(method).parameters)}
 
 
 def copied(batch):

@@ -98,46 +98,6 @@ class Phases:
             self.spans.append([f"beside: {name}", begin, self.now(), 0])
 
 
-class Sampler:
-    """What every thread is doing, 100 times a second: samples [time, {thread: [frame, the outermost first]}]."""
-
-    def __init__(self, now):
-        self.now, self.samples, self.stopped = now, [], threading.Event()
-        self.thread = threading.Thread(target=self.run, name="sampler", daemon=True)
-        self.thread.start()
-
-    def stop(self):
-        """A thread that is still at work when Python ends can make the end fail."""
-        self.stopped.set()
-        self.thread.join()
-        return self.samples
-
-    def run(self):
-        me = threading.get_ident()
-        while not self.stopped.wait(0.01):
-            self.samples.append([self.now(), self.stacks(me)])
-
-    @staticmethod
-    def stacks(me):
-        """Of all threads but `me`. No frame is kept: it would keep the tensors of its function as well, until they go
-        in the midst of a capture, whose graph would take in their last event."""
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        return {
-            f"{names.get(ident)} {ident}": stack_of(frame)
-            for ident, frame in sys._current_frames().items()
-            if ident != me
-        }
-
-
-def stack_of(frame):
-    stack = []
-    while frame:
-        code = frame.f_code
-        stack.append(f"{'/'.join(Path(code.co_filename).parts[-2:])}:{frame.f_lineno}:{code.co_name}")
-        frame = frame.f_back
-    return stack[::-1]
-
-
 def wait_for_device():
     import torch
 
@@ -149,7 +109,6 @@ def child(options):
     """The run itself; writes its phases to options.child."""
     phases = Phases(float(os.environ["YOLOV7FAST_BEGAN"]))
     phases.add("Python", 0.0)
-    sampler = Sampler(phases.now) if options.samples else None
     begin = phases.now()
     from utils.system import byte_code, driver
 
@@ -174,7 +133,7 @@ def child(options):
             main(opt)
         finally:
             phases.add("main", begin)
-            Path(options.child).write_text(json.dumps({"spans": phases.spans, "samples": sampler and sampler.stop()}))
+            Path(options.child).write_text(json.dumps(phases.spans))
 
     train.entry.run(watched, train.train_parser().parse_args(options.line))
     if is_fast:
@@ -204,7 +163,7 @@ def measure(options, data, flags, cache, name):
             "--project", str(Path(options.folder) / "runs"), "--notest", "--cache-images", *flags]  # fmt: skip
     line += ["--device", options.device] if options.device else []  # with it the driver is not started ahead
     began = time.time()
-    command = [sys.executable, __file__, "--child", str(out), *["--samples"] * options.samples, "--", *line]
+    command = [sys.executable, __file__, "--child", str(out), "--", *line]
     environment = os.environ | {"YOLOV7FAST_BEGAN": str(began), "TRITON_CACHE_DIR": str(cache)}
     log = out.with_suffix(".log")
     status = runner.run_program(command, log, environment, options.timeout)
@@ -212,7 +171,7 @@ def measure(options, data, flags, cache, name):
     if status or not out.exists():
         print(log.read_text(errors="replace")[-3000:], flush=True)
         return None
-    spans = json.loads(out.read_text())["spans"]
+    spans = json.loads(out.read_text())
     last = max(end for _, _, end, _ in spans)
     return [*spans, ["exit", last, end, 0]]
 
@@ -257,7 +216,6 @@ def parse():
     parser.add_argument("--device", default="")
     parser.add_argument("--variants", default="--fast,off", help="lists of flags, with commas between them")
     parser.add_argument("--kinds", default="cold,warm")
-    parser.add_argument("--samples", action="store_true", help="keep what every thread did, in FOLDER/NAME.json")
     parser.add_argument("--folder", default="", help="for data and runs; by default one that is removed")
     parser.add_argument("--timeout", type=int, default=300, help="seconds for one run")
     parser.add_argument("--child", help=argparse.SUPPRESS)

@@ -11,9 +11,8 @@ Every row is a process of its own that runs train.py's own code on a drawn data 
 kept in RAM: warm-up, then 200 steps whose rate counts, then 40 steps with the phases timed, then steps on a batch that
 lies on the device already, which is the limit without a loader; --seconds ends a stage of a slow path before that.
 
-A variant is a list of flags and environment variables (NAME=VALUE); flags that this version does not know are skipped
-with a line. What fails is said, and the rest goes on. Prints a markdown table and writes it with results.json and
-phases.png into --out.
+A variant is a list of flags and environment variables (NAME=VALUE). What fails is said, and the rest goes on. Prints a
+markdown table and writes it with results.json and phases.png into --out.
 
 With several --ranks every variant is run by so many processes of torchrun, one a card; the batch is that of one card,
 and there are as many batches in an epoch. Stages then end by their steps, which the first one tells to all.
@@ -99,12 +98,8 @@ def run_child(job, chosen, variant, data, folder, options, ranks=1):
     """The row of one variant: what `measure` found in all `ranks` processes, or the reason why it found nothing."""
     from tools.experiments import runner
 
-    flags, environment, unknown = split_variant(variant)
+    flags, environment = split_variant(variant)
     row = {"job": job or Path(chosen["cfg"]).stem, **chosen, "variant": variant, "cards": ranks}
-    if unknown:
-        print(f"{variant}: {', '.join(unknown)} unknown to this version, skipped", flush=True)
-        if not flags and not environment:
-            return row | {"error": "no such flag"}
     results = [folder / f"result.json{rank}" for rank in (range(ranks) if ranks > 1 else [""])]
     for result in results:
         result.unlink(missing_ok=True)
@@ -114,11 +109,12 @@ def run_child(job, chosen, variant, data, folder, options, ranks=1):
             str(chosen["batch"]), "--steps", str(options.steps), "--seconds", str(options.seconds), "--workers",
             str(options.workers), "--device", options.device, "--", *flags]  # fmt: skip
     started, log = time.perf_counter(), Path(options.out) / "last_run.log"
-    if runner.run_program(line, log, os.environ | environment, options.timeout) is None:
+    status = runner.run_program(line, log, os.environ | environment, options.timeout)
+    if status is None:
         return row | {"error": f"not done after {options.timeout} s"}
     row["whole_seconds"] = time.perf_counter() - started
     if not all(result.exists() for result in results):
-        return row | {"error": last_words(log)}
+        return row | {"error": runner.last_words(log.read_text(errors="replace"), status)[-200:]}
     return row | merged([json.loads(result.read_text()) for result in results])
 
 
@@ -146,26 +142,10 @@ def add_scaling(rows):
 
 
 def split_variant(variant):
-    """(flags, environment, unknown flags) of a variant."""
-    from utils.config.options import train_parser
-
-    known = train_parser()._option_string_actions
+    """(flags, environment) of a variant."""
     words = [] if variant == "off" else variant.split()
-    environment = dict(word.split("=", 1) for word in words if not word.startswith("-") and "=" in word)
-    flags, unknown = [], []
-    keep = True
-    for word in words:
-        if word.startswith("-"):
-            keep = word in known
-            (flags if keep else unknown).append(word)
-        elif "=" not in word and keep:
-            flags.append(word)
-    return flags, environment, unknown
-
-
-def last_words(log):
-    lines = [line for line in log.read_text(errors="replace").replace("\r", "\n").splitlines() if line.strip()]
-    return lines[-1][-200:] if lines else "it said nothing"
+    variables = [word for word in words if not word.startswith("-") and "=" in word]
+    return [word for word in words if word not in variables], dict(word.split("=", 1) for word in variables)
 
 
 def measure(options):

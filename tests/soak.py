@@ -35,6 +35,7 @@ SETS = {
 QUANTITIES = ("main, MB", "workers, MB", "shared memory, MB", "files", "threads", "processes")
 ALLOWED = {"main, MB": 0.05, "workers, MB": 0.10}  # growth by a share
 MARGIN = 2  # MB or pieces: a checkpoint is open in some samples, and batches are on their way
+INTERVAL = 5  # seconds between two samples
 WARM_UP = 0.25  # of the samples, which are not judged: caches fill, workers start
 
 
@@ -63,7 +64,7 @@ def _of_one(process):
     return own / 1e6, process.num_fds(), process.num_threads()
 
 
-def soak(name, flags, seconds, interval, folder):
+def soak(name, flags, seconds, folder):
     """Train with `flags` for a while; returns samples [n x 1 + quantities], the first column being the seconds."""
     line = small_run.arguments(
         folder / name, "--epochs", "1000000", "--batch-size", "8", *shlex.split(flags), num_images=48
@@ -75,7 +76,7 @@ def soak(name, flags, seconds, interval, folder):
         program = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
             while (elapsed := time.monotonic() - started) < seconds:
-                time.sleep(interval)
+                time.sleep(INTERVAL)
                 if program.poll() is not None:
                     tail = (folder / f"{name}.log").read_text()[-2000:]
                     raise SystemExit(
@@ -126,7 +127,6 @@ def main(arguments=None):
     """Soak every set, write the files, print the table; returns whether all of it is flat."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--minutes", type=float, default=120, help="for all sets together")
-    parser.add_argument("--interval", type=float, default=5, help="seconds between two samples")
     parser.add_argument(
         "--only", nargs="+", choices=SETS, metavar="SET", default=list(SETS), help=f"of {', '.join(SETS)}"
     )
@@ -140,7 +140,7 @@ def main(arguments=None):
         for name in opt.only:
             (Path(folder) / name).mkdir()
             flags = f"{SETS[name]} {opt.extra}"
-            samples = soak(name, flags, opt.minutes * 60 / len(opt.only), opt.interval, Path(folder))
+            samples = soak(name, flags, opt.minutes * 60 / len(opt.only), Path(folder))
             all_samples[name] = samples
             for quantity, (before, after, is_flat) in growth(samples).items():
                 flat &= is_flat

@@ -61,10 +61,10 @@ def test_usage_counts_the_main_process():
     assert found["worker_cores"] >= 0 and found["gpu"] is None
 
 
-def test_variants(monkeypatch):
-    assert profile.split_variant("off") == ([], {}, [])
-    flags, environment, unknown = profile.split_variant("--fast-loss --nonsense 3 --seed 7 USE_COMPILE=1")
-    assert (flags, environment, unknown) == (["--fast-loss", "--seed", "7"], {"USE_COMPILE": "1"}, ["--nonsense"])
+def test_variants():
+    assert profile.split_variant("off") == ([], {})
+    flags, environment = profile.split_variant("--fast-loss --seed 7 USE_COMPILE=1")
+    assert (flags, environment) == (["--fast-loss", "--seed", "7"], {"USE_COMPILE": "1"})
 
 
 def row(variant, rate, **more):
@@ -103,7 +103,7 @@ def test_a_row_that_fails_says_why(tmp_path):
     found = profile.run_child("tiny64", chosen, "off", tmp_path / "none.yaml", tmp_path, options)
     assert "none.yaml" in found["error"] and found["variant"] == "off"
     found = profile.run_child("tiny64", chosen, "--nonsense", tmp_path / "none.yaml", tmp_path, options)
-    assert found["error"] == "no such flag"
+    assert "--nonsense" in found["error"]
 
 
 def test_one_row_of_a_real_run(tmp_path):

@@ -3,11 +3,11 @@
 In training the whole network is one operation of autograd. The layers are translated once into operations that write
 each result where it is read and add the pieces of a gradient where they read it (plan.py, operations.py,
 convolutions.py); what has no such operation is run by autograd as before. The model itself stays what is
-averaged, evaluated and saved. Beyond rounding in half precision the fused form differs in one thing: where a maximum of
-max pooling occurs twice in a window, the gradient may reach another one of the equals.
+averaged, evaluated and saved. Beyond rounding in half precision the fused form differs in one thing: where the maximum
+of a window of max pooling occurs twice in it, the gradient may go to the other one.
 
     batch norm, activation   one operation (kernels.py)
-    concatenation            written in place by those who make its parts; parts of its gradient are read in place
+    concatenation            its parts are written in place; the parts of its gradient are read in place
     convolutions of an input are one convolution
     max pooling, up-sampling read and write in place; 9x9 is 5x5 twice, 13x13 three times (pools.py)
     first convolution        with the sums of its norm; its gradient goes straight into that of the weight (stem.py)
@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 def fused_model(model):
     """A module over the parameters and buffers of `model` (a Model) that computes what it does.
 
-    Its maps are views [b x na x ny x nx x no] that are not contiguous. It is the model itself, and a warning says why,
-    with a detection layer of another kind, and where Triton does not work.
+    Its maps are views [b x na x ny x nx x no] that are not contiguous. For another kind of detection layer, and where
+    Triton does not work, it is the model itself, and a warning says why.
     """
     reason = why_not_fused(model)
     if reason:
@@ -57,7 +57,7 @@ def why_not_fused(model):
 
 
 class FusedModel(nn.Module):
-    """Runs `model` by a Plan, but where images need a gradient, or some norms train and others do not.
+    """Runs `model` by a Plan; `model` itself where images need a gradient, or only some of the norms train.
 
     Images may be bytes.
     """

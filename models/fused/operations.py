@@ -10,7 +10,7 @@ of pieces whose sum it is: whoever reads the Value adds one, its maker takes the
     Norm        batch norm and activation alone
     Sum         of two or three maps, with an activation
     Pool        max pooling
-    Upsample    nearest, twice
+    Upsample    nearest, to twice the size
     Join        a concatenation: nothing, where its inputs were written in place
     Ordinary    any other module, through autograd
 """
@@ -51,7 +51,7 @@ class Tape:
     def places(self, value, like, size=None):
         """Where `value` is written: maps [b x channels x h x w] for the batch of `like`, of its size or `size`.
 
-        The first is what others read. A concatenation comes to exist with the first that is written into it.
+        Others read the first. A concatenation gets its memory when the first of its parts is to be written.
         """
         shape = (like.shape[0], value.channels, *(size or like.shape[2:]))
         places = [self._new(shape, like)] if value.packed or not value.slices else []

@@ -33,8 +33,9 @@ class Translator:
         self.pyramids = {}  # Value -> (window, Value): the largest max pooling of it so far
         values, x = [], self.floats
         for layer in model.model[:-1]:
-            sources = [x if index == -1 else values[index] for index in _as_list(layer.f)]
-            x = self.module(layer, sources, isinstance(layer.f, list))
+            takes_list = isinstance(layer.f, list)
+            indices = layer.f if takes_list else [layer.f]
+            x = self.module(layer, [x if index == -1 else values[index] for index in indices], takes_list)
             values.append(x)
         head = model.model[-1]
         self.outputs = self._head(head, [values[index] for index in head.f])
@@ -187,10 +188,6 @@ class Translator:
         return operation
 
 
-def _as_list(indices):
-    return indices if isinstance(indices, list) else [indices]
-
-
 def is_plain(norm):
     return type(norm) is nn.BatchNorm2d and norm.affine and norm.track_running_stats and norm.momentum is not None
 
@@ -211,7 +208,7 @@ def kind_of(activation):
 
 
 def merged(operations):
-    """The same, with the Blocks that read one Value with one geometry as one Block, in the place of the first."""
+    """`operations`, but Blocks that read one Value with one geometry are a single Block, at the place of the first."""
     first, result = {}, []
     for operation in operations:
         if type(operation) is Block and operation.geometry[-1] == 1:
@@ -226,7 +223,7 @@ def merged(operations):
 
 
 def needed_only(operations):
-    """Without those that have no parameters and make what nobody reads."""
+    """`operations` without those that have no parameters and whose results nobody reads."""
     read, result = set(), []
     for operation in reversed(operations):
         if operation.modules or not operation.targets or read.intersection(operation.targets):

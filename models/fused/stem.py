@@ -1,6 +1,6 @@
 """The first convolution, 3x3, straight from the images, with its batch norm and activation, for training on a GPU.
 
-Tensor cores read what has many channels, images have three. Here the numbers under a window, 27 for three colours,
+Tensor cores want many channels, and images have three. Here the numbers under a window, 27 for three colours,
 are gathered as a row of a matrix and multiplied in registers; the images have a border of zeros for it. The statistics
 of batch norm are summed where the result is made. Images need no gradient, so that of the result goes no further: it is
 made where the gradient of the weight reads it, and never written.

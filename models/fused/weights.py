@@ -4,7 +4,7 @@ from itertools import accumulate
 
 import torch
 
-ALIGNED = 64  # elements; every tensor starts at a multiple of this in a flat one, as kernels like it
+ALIGNED = 64  # elements; in a flat tensor each one starts at a multiple of this: kernels load several numbers at once
 
 
 class Weights:

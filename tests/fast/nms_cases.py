@@ -50,14 +50,18 @@ def test_blocks_do_not_matter(monkeypatch):
     assert torch.equal(found.rows, expected.rows) and torch.equal(found.count, expected.count)
 
 
-def test_limit_of_candidates(monkeypatch):
-    for module in (nms, nms_batched):
-        monkeypatch.setattr(module, "MAX_CANDIDATES", 50)
-    prediction = predictions(3, spread=300)
+def equal_to_the_reference(prediction):
+    """What was found, after a comparison with the reference."""
     expected = nms.non_max_suppression(prediction, 0.05, 0.6, multi_label=True)
     found = nms_batched.non_max_suppression(prediction, 0.05, 0.6).per_image()
     assert all(torch.equal(rows, other) for rows, other in zip(found, expected, strict=True))
-    assert max(map(len, found)) <= 50
+    return found
+
+
+def test_limit_of_candidates(monkeypatch):
+    for module in (nms, nms_batched):
+        monkeypatch.setattr(module, "MAX_CANDIDATES", 50)
+    assert max(map(len, equal_to_the_reference(predictions(3, spread=300)))) <= 50
 
 
 def test_a_chain_by_hand():
@@ -88,7 +92,4 @@ def test_nothing_to_find(shape):
 
 @pytest.mark.gpu
 def test_equals_the_reference_for_many_boxes():
-    prediction = predictions(20, num_boxes=2000, spread=300).half()
-    expected = nms.non_max_suppression(prediction, 0.05, 0.6, multi_label=True)
-    found = nms_batched.non_max_suppression(prediction, 0.05, 0.6).per_image()
-    assert all(torch.equal(rows, other) for rows, other in zip(found, expected, strict=True))
+    equal_to_the_reference(predictions(20, num_boxes=2000, spread=300).half())

@@ -11,6 +11,7 @@ from tests.fast.test_graph_step import OnCPU as StepsOnCPU
 from tests.fast.test_validation import case  # noqa: F401, a fixture
 from utils.engine.evaluate import evaluate
 from utils.fast import graph_network
+from utils.fast.compile import tensors_in
 from utils.fast.flat_optimizer import KeptHalfCopy
 from utils.fast.graph_network import GraphNetwork, replayed
 from utils.fast.graph_step import GraphSteps
@@ -25,13 +26,8 @@ class Replayed:
         self.body, self.outputs = body, body()
 
     def replay(self):
-        for place, new in zip(flat(self.outputs), flat(self.body()), strict=True):
+        for place, new in zip(tensors_in(self.outputs), tensors_in(self.body()), strict=True):
             place.copy_(new)
-
-
-def flat(outputs):
-    """The tensors of nested lists."""
-    return [outputs] if isinstance(outputs, torch.Tensor) else [part for entry in outputs for part in flat(entry)]
 
 
 class OnCPU(GraphNetwork):
@@ -233,8 +229,8 @@ def test_on_a_gpu_the_same_bits_as_the_ordinary_form(on_gpu, half):
                 parameter += 1e-3 * torch.randn_like(parameter)
             for shape in ((4, 3, 64, 96), (4, 3, 96, 64), (1, 3, 64, 96)):
                 images = images_of(*shape).cuda()
-                expected = [part.clone() for part in flat(fused(images))]
-                assert all(map(torch.equal, flat(graphs(images)), expected)), (call, shape)
+                expected = [part.clone() for part in tensors_in(fused(images))]
+                assert all(map(torch.equal, tensors_in(graphs(images)), expected)), (call, shape)
     assert len(graphs.graphs) == 3
 
 

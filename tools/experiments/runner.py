@@ -263,7 +263,7 @@ def read_speed(folder):
     logging.getLogger("tensorboard").setLevel(logging.WARNING)
     events = EventAccumulator(str(folder), size_guidance={"images": 1, "scalars": 0})
     events.Reload()
-    tags = [tag for tag in events.Tags()["scalars"] if tag.startswith(("speed/", "readback/"))]
+    tags = [tag for tag in events.Tags()["scalars"] if tag.startswith("speed/")]
     series = {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in tags}
     return {tag: [values[step] for step in sorted(values)] for tag, values in series.items()}
 

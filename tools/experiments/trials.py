@@ -56,11 +56,11 @@ class Trial:
 class TrialTable:
     """The trials that have ended, in trials_<timestamp>.csv; run folders lie in the folder of the same name.
 
-    `settings` (what all trials share) are kept beside it, so that a restart only continues what was the same.
+    What all trials share is kept beside it (`open`), so that a restart only continues what was the same.
     """
 
-    def __init__(self, path, settings):
-        self.path, self.settings = Path(path), settings
+    def __init__(self, path):
+        self.path = Path(path)
         self.folder = self.path.with_suffix("")
         self.trials = {}
 
@@ -74,7 +74,7 @@ class TrialTable:
         tables, is_other = sorted(Path(output_dir).glob("trials_*.csv"), reverse=True), True
         for path in tables if not fresh else ():
             if _agree(_read_json(path.with_suffix(".json")), settings):
-                table = cls(path, settings)
+                table = cls(path)
                 table.folder.mkdir(exist_ok=True)
                 try:
                     own(table.folder, "choose another --output-dir, or begin anew with --fresh")
@@ -88,7 +88,7 @@ class TrialTable:
                 return table
         if tables and is_other and not fresh:
             logger.warning("%s was made with other arguments or files; a new table is begun", tables[0])
-        table = cls(_new_table(Path(output_dir)), settings)
+        table = cls(_new_table(Path(output_dir)))
         own(table.folder, "choose another --output-dir")
         with atomic_write(table.path.with_suffix(".json"), "w") as file:
             json.dump(settings, file, indent=1)

@@ -50,7 +50,6 @@ class DataConfig:
     names: list  # nc strings
     is_coco: bool  # COCO itself: predictions get COCO's 91 category numbers and a COCO score
     annotations: str | None  # COCO json of the val split
-    raw: dict  # the file as it was read
     keypoints: tuple | None = None  # kpt_shape (number of keypoints, 2 or 3 numbers each) where labels are of poses
 
 
@@ -71,7 +70,6 @@ def load_data_yaml(path: str | Path, single_cls: bool = False, needed: Sequence 
         names=names,
         is_coco=str(path).endswith("coco.yaml"),  # stock behaviour: the name decides
         annotations=_resolve_key(path, raw, "annotations", False),
-        raw=raw,
         keypoints=_keypoints(path, raw.get("kpt_shape")),
     )
 

@@ -259,7 +259,7 @@ class LoadImagesAndLabels(Dataset):
     def collate_fn(samples):
         """Samples to one batch; column 0 of the targets becomes the position in the batch."""
         images, targets, paths, shapes = zip(*samples, strict=True)
-        return torch.stack(images), _numbered(targets), paths, shapes
+        return torch.stack(images), numbered(targets), paths, shapes
 
     @staticmethod
     def collate_fn4(samples):
@@ -277,7 +277,7 @@ class LoadImagesAndLabels(Dataset):
             big_images.append(image)
             big_targets.append(labels)
         # stock behaviour: paths and shapes are those of the first images of the batch, not of the groups
-        return torch.stack(big_images), _numbered(big_targets), paths[:num_groups], shapes[:num_groups]
+        return torch.stack(big_images), numbered(big_targets), paths[:num_groups], shapes[:num_groups]
 
 
 def _with_class_zero(labels):
@@ -307,9 +307,9 @@ def _tiled(images, targets):
     return torch.cat(columns, dim=2), torch.cat(labels)
 
 
-def _numbered(targets):
-    """Concatenated targets with their position in the batch in column 0."""
-    for position, rows in enumerate(targets):
+def numbered(targets, first=0):
+    """Concatenated targets with their position in the batch in column 0; `first` is that of the first image."""
+    for position, rows in enumerate(targets, first):
         rows[:, 0] = position
     return torch.cat(targets)
 

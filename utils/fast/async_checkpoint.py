@@ -20,14 +20,14 @@ class BackgroundCheckpoints(Checkpoints):
     """Checkpoints whose files one thread writes, in order, each to a temporary name first.
 
     The content is copied to host memory before `after_epoch` returns, so that training may go on; no more than one
-    snapshot is kept. A file that could not be written is warned about at once, and raised as OSError at the next
-    save, or when the files are wanted. The interpreter does not exit before everything is written.
+    snapshot is kept. When a file could not be written, a warning says so at once, and the next save, or whoever asks
+    for the files, gets the OSError. The interpreter does not exit before everything is written.
     """
 
     def __init__(self, folder, epochs, save_every_epoch=True, period=0):
         super().__init__(folder, epochs, save_every_epoch, period)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
-        self._pending, self._newest = None, ((), {})  # the files that were written last, and what they hold
+        self._pending, self._newest = None, ((), {})  # the files written last, and their content
         self.copies, self._is_filled = HostCopies(), Event()
 
     def initial(self, model):
@@ -35,7 +35,7 @@ class BackgroundCheckpoints(Checkpoints):
 
     def after_epoch(self, make_content, epoch, is_best):
         self.wait()
-        self.copies.wanted = []  # left by an attempt that had too little memory
+        self.copies.wanted = []  # of an attempt that had too little memory
         super().after_epoch(make_content, epoch, is_best)
 
     def write(self, content, paths):
@@ -55,7 +55,7 @@ class BackgroundCheckpoints(Checkpoints):
             raise
 
     def wait(self):
-        """Return when all files are written; raises what went wrong with the last ones."""
+        """Return when all files are written; raises the error of the last ones, if there was one."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -65,7 +65,7 @@ class BackgroundCheckpoints(Checkpoints):
         return super().written()
 
     def strip(self, rebuild):
-        if self.last in self._newest[0]:  # while it is being written
+        if self.last in self._newest[0]:  # the model is made while the thread still writes the file
             self._is_filled.wait()
             newest = self.read(self.last).for_inference()
             model = rebuild(newest)
@@ -78,7 +78,7 @@ class BackgroundCheckpoints(Checkpoints):
         return {self.last, self.best} <= {*self._newest[0]} or super().are_same()
 
     def read(self, path):
-        """As the reader returns it, but not read if it is in memory: that takes longer than all else at the end."""
+        """As the reader returns it, but from memory if it is there: reading is the slowest part of a run's end."""
         paths, content = self._newest
         if path not in paths:
             return super().read(path)
@@ -89,14 +89,14 @@ class BackgroundCheckpoints(Checkpoints):
 class HostCopies:
     """As NewCopies, but in host memory that every checkpoint uses again, and filled in two steps.
 
-    `fetch` copies from the device, storage by storage: flat tensors hold nearly everything, so these are few copies.
-    `fill` needs no device and runs in the thread: it gives each copy its part, whose content is undefined until then.
+    `fetch` copies from the device, storage by storage: nearly everything lies in a few flat tensors, so there are few
+    copies. `fill` needs no device and runs in the thread: it writes each copy, whose content is undefined until then.
     """
 
     def __init__(self):
         self.models, self.kept = {}, {}  # the copies: {id of the model: model}, {key: tensor}
         self.wanted = []  # (source, copy)
-        self.taken = {}  # {storage of the sources: its bytes on the host}
+        self.taken = {}  # {address of a storage of the sources: its bytes on the host}
 
     def owned(self):
         """The ids of all copies that are in use."""
@@ -105,7 +105,7 @@ class HostCopies:
     def half_model(self, model):
         model = unwrap(model)
         if id(model) not in self.models:
-            self.models[id(model)] = _room_for(model)
+            self.models[id(model)] = _empty_copy(model)
         copy = self.models[id(model)]
         for name, value in vars(model).items():  # names, hyp and the like may have changed since
             if not name.startswith("_"):
@@ -136,45 +136,45 @@ class HostCopies:
     def fetch(self):
         """Copy all that is wanted to the host; the sources may change afterwards."""
         before, self.taken = self.taken, {}
-        storages = {_place(source): source.untyped_storage() for source, _ in self.wanted}
-        for place, storage in storages.items():
+        storages = {_storage_address(source): source.untyped_storage() for source, _ in self.wanted}
+        for address, storage in storages.items():
             there = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            here = before.get(place)
+            here = before.get(address)
             if here is None or len(here) != len(there):
                 here = torch.empty(len(there), dtype=torch.uint8, pin_memory=there.is_cuda)
-            self.taken[place] = here.copy_(there, non_blocking=True)
+            self.taken[address] = here.copy_(there, non_blocking=True)
         if any(storage.is_cuda for storage in storages.values()):
             torch.cuda.current_stream().synchronize()
 
     @torch.no_grad()
     def fill(self):
-        """Write what was taken into the copies."""
+        """Write what `fetch` has brought into the copies."""
         for source, copy in self.wanted:
-            whole = self.taken[_place(source)].untyped_storage()
+            whole = self.taken[_storage_address(source)].untyped_storage()
             part = torch.empty(0, dtype=source.dtype)
             copy.copy_(part.set_(whole, source.storage_offset(), source.shape, source.stride()))
         self.wanted = []
 
 
-def _room_for(model):
+def _empty_copy(model):
     """A copy of `model` as `in_stock_order(model).half()`, in host memory; content undefined."""
-    rooms = {}  # what deepcopy is to take instead of copies: {id of the original: tensor}
+    memo = {}  # what deepcopy is to take instead of copies: {id of the original: tensor}
     for value in (*model.parameters(), *model.buffers()):
-        room = torch.empty(value.shape, dtype=torch.half if value.is_floating_point() else value.dtype)
-        rooms[id(value)] = nn.Parameter(room, value.requires_grad) if isinstance(value, nn.Parameter) else room
-    return snapshot(deepcopy(model, rooms))
+        copy = torch.empty(value.shape, dtype=torch.half if value.is_floating_point() else value.dtype)
+        memo[id(value)] = nn.Parameter(copy, value.requires_grad) if isinstance(value, nn.Parameter) else copy
+    return snapshot(deepcopy(model, memo))
 
 
-def _place(tensor):
-    """What tells one storage from another, however many tensors lie in it."""
+def _storage_address(tensor):
+    """The address of the storage of a tensor: the same for all tensors that lie in it."""
     return tensor.untyped_storage().data_ptr()
 
 
 def snapshot(content, owned=()):
     """A copy of `content`, nested dicts and lists, that shares no tensor with it and lies in host memory.
 
-    Modules are moved instead of copied: whoever makes a checkpoint puts copies of the models into it. The thread then
-    never calls the device, which may be recording a CUDA graph. What has its id in `owned` is such a copy already.
+    Modules are moved instead of copied: a checkpoint is made of copies of the models already. So the thread never calls
+    the device, which may be recording a CUDA graph. What has its id in `owned` is such a copy in host memory already.
     """
     if id(content) in owned:
         return content

@@ -13,14 +13,14 @@ from utils.ops.boxes import paired_iou
 TOGETHER = 500_000  # predictions of several classes whose curves are made at once
 
 
-def match(rows, valid, labels, num_labels, iou_thresholds=IOU_THRESHOLDS):
-    """Which detections are right, [b x k x thresholds] bool.
+def match(rows, valid, labels, num_labels):
+    """Which detections are right at each of IOU_THRESHOLDS, [b x k x thresholds] bool.
 
     rows [b x k x 6: x1, y1, x2, y2, confidence, class] best first, of which `valid` [b x k] count; labels [b x m x 5:
     class, x1, y1, x2, y2], of which each image has `num_labels` [b].
     """
     num_slots = labels.shape[1]
-    thresholds = iou_thresholds.to(rows.device)
+    thresholds = IOU_THRESHOLDS.to(rows.device)
     if not rows.shape[1] or not num_slots:
         return torch.zeros(*valid.shape, len(thresholds), dtype=torch.bool, device=rows.device)
     is_label = torch.arange(num_slots, device=rows.device) < num_labels[:, None]

@@ -1,13 +1,12 @@
-"""A training run that starts sooner: what its first step would wait for is made ahead of it, or left out (--fast-step).
+"""A training run that starts sooner (--fast-step): what its first step would wait for is prepared before, or left out.
 
 torch's compiler    is not imported only because an optimiser is made
-cuDNN, cuBLAS       are loaded in a thread, while the model is built and the data are read
-convolutions        are chosen and loaded by a thread, while Python goes through the layers
+cuDNN, cuBLAS       are loaded by a thread, while the model is built and the data are read
+convolutions        are chosen and loaded by a thread, while Python runs the layers
 cuDNN's search      is left out in a run that is too short to win back the seconds that it takes
-Triton's kernels    are loaded by threads, all at once, and compiled before that by processes: threads of Python would
-                    wait for each other
-threads of torch    are not started for operations on the host, which are small: they would wait for each other
-threads of Python   give way to the main one soon
+Triton's kernels    are compiled by processes, as threads would wait for Python's lock, then loaded by threads at once
+threads of torch    are not used on the host: operations there are so small that threads would only wait for each other
+threads of Python   let the main thread run again sooner
 """
 
 import logging
@@ -38,13 +37,14 @@ logger = logging.getLogger(__name__)
 
 THREADS = min(16, os.cpu_count() or 1)
 USUAL_HEAD = 3, 3  # layers and anchors
-MOST_COMPILED = 256  # kernels; their numbers are bytes
-PATIENCE = 300  # seconds that processes may compile; one that hangs must not hold up the run for ever
+MOST_COMPILED = 256  # kernels: a byte tells a process which one to compile
+PATIENCE = 300  # seconds that processes may compile; one that hangs must not stop the run
 # Seconds that a thread may keep the interpreter while another waits for it. With Python's 5 ms the thread that writes a
-# checkpoint or loads a library holds up the one that feeds the device, for tens of milliseconds in a step.
+# checkpoint or loads a library delays the thread that feeds the device, by tens of milliseconds in a step.
 SWITCH_INTERVAL = 1e-4
-# From so many steps on cuDNN searches for the fastest form of each convolution. That takes 3 to 8 s, and gains nothing
-# (yolov7-tiny; yolov7 at 320 px) to 1.5 ms of a step (yolov7x at 640 px) against the form that it takes by itself.
+# In a run of at least so many steps cuDNN searches for the fastest algorithm of each convolution. That takes 3 to 8 s.
+# Compared with the algorithm that it takes without a search, a step gains between nothing (yolov7-tiny; yolov7 at 320
+# px) and 1.5 ms (yolov7x at 640 px).
 SEARCH_STEPS = 3000
 
 
@@ -52,7 +52,7 @@ def prepare(is_ahead: bool, device: torch.device, with_loss: bool = False) -> Ca
     """Change settings of the whole process, and return `compile_ahead`.
 
     `with_loss`: a thread also finds out whether kernels can compute the loss of a usual head, which compiles one.
-    Without `is_ahead` a function that does nothing in its place: what the first step runs is not known before it.
+    Without `is_ahead` the returned function does nothing, because nobody knows before the first step what it will run.
     """
     _leave_out_compiler()
     sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
@@ -61,7 +61,7 @@ def prepare(is_ahead: bool, device: torch.device, with_loss: bool = False) -> Ca
         one_thread()
         loading = Thread(target=load_libraries, args=(device, with_loss), name="loading cuDNN")
         loading.start()
-        # A process that is forked meanwhile would have the locks of that thread, and nobody to open them.
+        # A process that is forked meanwhile would inherit the locks of that thread, and nobody would release them.
         os.register_at_fork(before=partial(_wait_for, loading))
     return compile_ahead if is_ahead else _nothing_ahead
 
@@ -78,15 +78,15 @@ def _nothing_ahead(steps, shape, num_steps):
 def _leave_out_compiler():
     """Let methods of an optimiser run as they are.
 
-    torch hides them from torch.compile by a wrapper, which imports the whole compiler when it is first called. It takes
-    seconds, and no step is compiled here.
+    torch hides them from torch.compile by a wrapper, which imports the whole compiler when it is first called. That
+    takes seconds, and no step is compiled here.
     """
     if "torch._dynamo" in sys.modules:
         return
     for method in vars(torch.optim.Optimizer).values():
         inner = getattr(method, "__wrapped__", None)
         if inner is not None:
-            inner.__dynamo_disable = inner  # where the wrapper looks for what it made
+            inner.__dynamo_disable = inner  # here the wrapper looks for the function that it has made
 
 
 def load_libraries(device: torch.device, with_loss: bool = False) -> None:
@@ -100,21 +100,21 @@ def load_libraries(device: torch.device, with_loss: bool = False) -> None:
 
     try:
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # a thread begins with the first one
+            torch.cuda.set_device(device)  # a new thread uses the first GPU
         maps = ones(2, 64, 8, 8).to(memory_format=torch.channels_last)
         for weight in (ones(64, 64, 3, 3), ones(8, 64, 1, 1)):
             maps = functional.conv2d(maps, weight.to(memory_format=torch.channels_last), padding=weight.shape[2] // 2)
         maps.permute(0, 2, 3, 1).reshape(-1, 8).matmul(ones(8, 8)).sum().backward()
         if with_loss:
             load_kernels().can_run(device, *USUAL_HEAD)
-    except Exception as error:  # the first step meets it again, where it belongs
+    except Exception as error:  # the first step meets it again, and reports it
         logger.debug("libraries not loaded ahead: %s", error)
 
 
 def compile_ahead(steps: Any, shape: Sequence[int], num_steps: int) -> None:
-    """Make what the first of `num_steps` on images of `shape` [b x 3 x h x w] needs on a GPU: kernels, cuDNN's choices.
+    """Prepare the first of `num_steps` on images of `shape` [b x 3 x h x w] on a GPU: kernels, cuDNN's choices.
 
-    The memory that it takes is left to the stream of `steps` (FastSteps).
+    The memory that this takes is kept by torch, for the stream of `steps` (FastSteps).
     """
     trainer, began = steps.trainer, time.monotonic()
     device = next(trainer.model.parameters()).device
@@ -133,11 +133,11 @@ def compile_ahead(steps: Any, shape: Sequence[int], num_steps: int) -> None:
 
 
 def dry_loss(compute_loss: Any, shape: Sequence[int], device: torch.device) -> Callable:
-    """What makes a number of the maps for images of `shape`: the loss if kernels do all its work, else any sum.
+    """A function that makes one number of the maps for images of `shape`: the loss if kernels compute all of it.
 
-    Torch's operations would take their indices from kernels that are compiled meanwhile, and have not run.
+    Otherwise it is a plain sum: operations of torch would read indices that kernels write, and here no kernel runs.
     """
-    if not getattr(compute_loss, "has_kernels", bool)():
+    if not (hasattr(compute_loss, "has_kernels") and compute_loss.has_kernels()):
         return lambda maps: sum(map_.float().mean() for map_ in tensors_in(maps))
     targets = torch.full((shape[0], 6), 0.5)  # one for each image
     targets[:, 0], targets[:, 1] = torch.arange(shape[0]), 0
@@ -168,11 +168,11 @@ def dry_pass(network: torch.nn.Module, images: torch.Tensor, autocast: Callable,
 
 @contextmanager
 def convolved_beside(device: torch.device) -> Iterator[None]:
-    """While this lasts a thread runs the convolutions of channels-last maps; what they return at once has any content.
+    """Within, a thread runs the convolutions of channels-last maps; they return at once, results of undefined content.
 
-    cuDNN chooses a kernel for each geometry and loads it, for milliseconds in which nothing else would happen. One
-    thread, because several wait for each other and hold up the rest. Memory comes from the current stream. Where cuDNN
-    is to search, by taking times, nothing is different.
+    For each geometry cuDNN chooses a kernel and loads it, which takes milliseconds in which nothing else would happen.
+    It is one thread, because several would wait for each other and delay the rest. Memory comes from the current
+    stream. Where cuDNN is to search, nothing is different: its measurements of time need the device for themselves.
     """
     if torch.backends.cudnn.benchmark:
         yield
@@ -187,7 +187,7 @@ class _Beside(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls):
-        """torch would import its compiler here, which takes a second, only to say that it is not to compile this."""
+        """Without this method torch would import its compiler, for a second, only to tell it not to compile this."""
         return False
 
     def __init__(self, pool):
@@ -195,14 +195,14 @@ class _Beside(TorchDispatchMode):
         self.pool = pool
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        results = _room_for_results(operation, args)
+        results = _empty_results(operation, args)
         if results is None:
             return operation(*args, **(kwargs or {}))
-        self.pool.submit(operation, *args)  # one that fails says so where its result is used
+        self.pool.submit(operation, *args)  # an error comes again in the first step, which reports it
         return results
 
 
-def _room_for_results(operation, args):
+def _empty_results(operation, args):
     """Uninitialised results of a convolution, or of its gradient, of maps in channels-last order; else None."""
     aten, order = torch.ops.aten, torch.channels_last
     if operation is aten.convolution.default:
@@ -214,8 +214,8 @@ def _room_for_results(operation, args):
     if is_transposed or x.dim() != 4 or not x.is_contiguous(memory_format=order):
         return None
     if operation is aten.convolution_backward.default:
-        rooms = torch.empty_like(x), torch.empty_like(weight), weight.new_empty(bias_size or 0)
-        return tuple(room if is_wanted else None for room, is_wanted in zip(rooms, wanted, strict=True))
+        results = torch.empty_like(x), torch.empty_like(weight), weight.new_empty(bias_size or 0)
+        return tuple(result if is_wanted else None for result, is_wanted in zip(results, wanted, strict=True))
     geometry = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
     size = [(length + 2 * pad - reach * (kernel - 1) - 1) // step + 1 for length, kernel, step, pad, reach in geometry]
     return torch.empty((len(x), len(weight), *size), dtype=x.dtype, device=x.device, memory_format=order)
@@ -223,10 +223,10 @@ def _room_for_results(operation, args):
 
 @contextmanager
 def compiled_ahead(device: torch.device) -> Iterator[list[Future]]:
-    """While this lasts, calls of Triton kernels only order them, from threads; at the end all are compiled and loaded.
+    """Within, a call of a Triton kernel only hands its compilation to threads; at the end all are compiled and loaded.
 
-    Nothing is launched, so results have the right shapes and any content. Yields the list of what was ordered. A kernel
-    that fails says so where it is used. Where Triton is missing, or is older than 3.5, nothing is different.
+    Nothing is launched, so results have the right shapes and undefined content. Yields the list of Futures. A kernel
+    that fails raises its error where it is used. Where Triton is missing, or is older than 3.5, nothing is different.
     """
     try:
         from triton.compiler import ASTSource
@@ -239,28 +239,28 @@ def compiled_ahead(device: torch.device) -> Iterator[list[Future]]:
         yield []
         return
 
-    def order(kernel, *args, grid, warmup, **options):
+    def compile_only(kernel, *args, grid, warmup, **options):
         token = active_mode.set(mode)  # here, because autograd has threads of its own
         try:
             return run(kernel, *args, grid=grid, warmup=True, **options)
         finally:
             active_mode.reset(token)
 
-    def translate_what_is_due(*args, **options):
-        orders.check()
+    def translate_if_allowed(*args, **options):
+        compilations.check()
         return translate(*args, **options)
 
     with ThreadPoolExecutor(THREADS, "loading", _enter, (device,)) as pool:
-        orders = _Orders(pool)
-        with AsyncCompileMode(orders, ignore_errors=True) as mode:
+        compilations = _Compilations(pool)
+        with AsyncCompileMode(compilations, ignore_errors=True) as mode:
             JITFunction.run, build._load_module_from_path, ASTSource.make_ir = (
-                order, _loaded_alone(load), translate_what_is_due,
+                compile_only, _loaded_alone(load), translate_if_allowed,
             )  # fmt: skip
             try:
                 yield mode.raw_futures
             finally:
                 try:
-                    orders.complete()
+                    compilations.finish()
                 finally:
                     JITFunction.run, build._load_module_from_path, ASTSource.make_ir = run, load, translate
 
@@ -268,8 +268,8 @@ def compiled_ahead(device: torch.device) -> Iterator[list[Future]]:
 def _loaded_alone(load):
     """`load(name, path)` of a module of C for threads: one at a time, and each gets functions of its own.
 
-    Triton up to 3.6 has a launcher for each kind of arguments, and one module name for all. What was loaded before,
-    Python writes into the module that has the name now: another thread would take a launcher for other arguments.
+    Triton up to 3.6 has a launcher for each kind of arguments, and all have one module name. Python would fill the
+    module of that name anew with each launcher, and a thread could get one that was made for other arguments.
     """
     lock = Lock()
 
@@ -281,77 +281,77 @@ def _loaded_alone(load):
 
 
 def _enter(device, stream=None):
-    """A thread begins with the first GPU, or without any, and with the default stream."""
+    """Set GPU and stream of a new thread, which would use the first GPU and its default stream."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.set_stream(stream or torch.cuda.current_stream())
 
 
-class _NotKept(Exception):
+class _NotCached(Exception):
     """Raised instead of compiling a kernel that is not in Triton's cache."""
 
 
-class _Orders(Executor):
-    """Loads kernels by threads: at once what Triton has kept, the others when `complete` has let them be compiled."""
+class _Compilations(Executor):
+    """Loads kernels by threads: those in Triton's cache at once, the others when `finish` has let them be compiled."""
 
     def __init__(self, pool):
-        self.pool, self.ordered, self.tried, self.missing = pool, [], [], []
-        self.thread = local()  # .only_kept: whether this thread is to compile nothing
+        self.pool, self.futures, self.first_tries, self.not_cached = pool, [], [], []
+        self.thread = local()  # .only_cached: whether this thread is to compile nothing
 
     def submit(self, compile_kernel):
-        """The Future of what `compile_kernel()` returns; Triton compiles in it, or finds what it has kept."""
-        ordered = Future()
-        self.ordered.append(ordered)
-        self.tried.append(self.pool.submit(self._load, compile_kernel, ordered, only_kept=True))
-        return ordered
+        """The Future of what `compile_kernel()` returns: it finds a kernel in Triton's cache, or compiles it."""
+        future = Future()
+        self.futures.append(future)
+        self.first_tries.append(self.pool.submit(self._load, compile_kernel, future, only_cached=True))
+        return future
 
-    def complete(self):
+    def finish(self):
         try:
-            wait(self.tried)
-            with suppress(OSError):  # too many processes or files: threads do without
-                compile_in_processes([compile_kernel for compile_kernel, _ in self.missing])
-            wait([self.pool.submit(self._load, *order, only_kept=False) for order in self.missing])
-        except BaseException:  # Ctrl-C, twice: Triton would wait for ever for an order that nobody sees to
+            wait(self.first_tries)
+            with suppress(OSError):  # too many processes or files: then the threads compile
+                compile_in_processes([compile_kernel for compile_kernel, _ in self.not_cached])
+            wait([self.pool.submit(self._load, *entry, only_cached=False) for entry in self.not_cached])
+        except BaseException:  # Ctrl-C, twice: Triton would wait for ever for a Future that nobody completes
             self.pool.shutdown(wait=False, cancel_futures=True)
-            for ordered in self.ordered:
+            for future in self.futures:
                 with suppress(InvalidStateError):
-                    ordered.set_exception(_NotKept())
+                    future.set_exception(_NotCached())
             raise
 
     def check(self):
-        """Called where Triton begins to compile, which it does only what it has not kept."""
-        if getattr(self.thread, "only_kept", False):
-            raise _NotKept
+        """Called where Triton begins to compile a kernel, so it is not in the cache."""
+        if getattr(self.thread, "only_cached", False):
+            raise _NotCached
 
-    def _load(self, compile_kernel, ordered, only_kept):
-        self.thread.only_kept = only_kept
+    def _load(self, compile_kernel, future, only_cached):
+        self.thread.only_cached = only_cached
         try:
             kernel = compile_kernel()
-            kernel.run  # noqa: B018, it loads what it is asked for, and may compile a launcher
-        except _NotKept:
-            self.missing.append((compile_kernel, ordered))
+            kernel.run  # noqa: B018, the attribute loads the kernel, and may compile a launcher
+        except _NotCached:
+            self.not_cached.append((compile_kernel, future))
         except BaseException as error:
-            ordered.set_exception(error)
+            future.set_exception(error)
         else:
-            ordered.set_result(kernel)
+            future.set_result(kernel)
 
 
 def compile_in_processes(compiles: Sequence[Callable]) -> None:
     """Call each of `compiles`, which return kernels, once, in forked processes, one for each core.
 
-    Triton keeps what they compile, launchers too. What fails in them is not kept, and compiled again by whoever needs
-    it.
+    Triton's cache keeps what they compile, launchers too. A kernel that fails is not in it: whoever needs the kernel
+    compiles it again.
     """
     from triton.runtime.driver import driver
 
     compiles, parent, end = compiles[:MOST_COMPILED], os.getpid(), time.monotonic() + PATIENCE
-    numbers, ends = os.pipe()  # a common list of what is left to do
-    os.write(ends, bytes(range(len(compiles))))
-    os.close(ends)
+    numbers, writer = os.pipe()  # which kernels are left to compile: each process takes the next number
+    os.write(writer, bytes(range(len(compiles))))
+    os.close(writer)
 
     def work():
         enter_child(parent)
-        os.setpgid(0, 0)  # or Ctrl-C at a terminal would end ptxas
+        os.setpgid(0, 0)  # or Ctrl-C at a terminal would end ptxas, which compiles
         while number := os.read(numbers, 1):
             with suppress(Exception):
                 kernel = compiles[number[0]]()

@@ -60,7 +60,7 @@ class Assignments(NamedTuple):
     """What each of the m candidates is assigned to; fixed shapes, so those without a target are among them."""
 
     is_assigned: Tensor
-    weight: Tensor  # in the mean over the assigned ones of its layer, 0 if it is none
+    weight: Tensor  # its share of the mean over the assigned ones of its layer, 0 if it is not assigned
     cell: Tensor  # which of the distinct cells
     target: Tensor  # row of the targets, any if it has none
 

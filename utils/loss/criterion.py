@@ -40,7 +40,7 @@ def smooth_labels(eps):
 def binary_loss(logits, labels, positive_weight=1.0, focal_gamma=0.0, reduction="mean"):
     """Mean binary cross-entropy of `logits` and `labels`; gamma above 0 makes it the focal loss (arXiv 1708.02002).
 
-    With the reduction "none" one value for each logit. A stated repair: where a logit is so certain that 1 - p is 0,
+    With the reduction "none" one value for each logit. A repair of stock: where a logit is so certain that 1 - p is 0,
     the gradient of (1 - p)^gamma with gamma below 1 would be infinite, and that of the loss NaN as in stock YOLOv7; so
     1 - p is held at MIN_MISS. No value above it changes.
     """

@@ -89,13 +89,12 @@ class TargetSet(InOneBuffer):
     tensors: TargetTensors = field(init=False, repr=False)  # views of the buffer
 
     def __post_init__(self):
-        num_layers, num_anchors = len(self.shapes), self.shapes[0][1]
-        sizes = self.sizes.targets * 6, self.shapes[0][0] + 1, num_layers * 4, num_layers * (2 + 2 * num_anchors)
+        sizes = _part_sizes(self.sizes, self.shapes)
         edges = list(accumulate(map(_aligned, sizes), initial=0))
         parts = [self.buffer[start : start + size] for start, size in zip(edges, sizes, strict=False)]
         self.tensors = TargetTensors(
             parts[0].view(torch.float32).view(-1, 6), parts[1], parts[2].view(-1, 4),
-            parts[3].view(torch.float32).view(num_layers, -1),
+            parts[3].view(torch.float32).view(len(self.shapes), -1),
         )  # fmt: skip
 
     @property
@@ -110,6 +109,12 @@ class TargetSet(InOneBuffer):
 
 def _slots(shapes):
     return len(shapes) * len(NEIGHBOUR_STEPS) * shapes[0][1]
+
+
+def _part_sizes(room, shapes):
+    """How many numbers each of the TargetTensors has."""
+    (batch, num_anchors, *_), num_layers = shapes[0], len(shapes)
+    return room.targets * 6, batch + 1, num_layers * 4, num_layers * (2 + 2 * num_anchors)
 
 
 def _aligned(size):
@@ -133,11 +138,9 @@ def target_set(
         rows, image = rows[order], image[order]
     room = Room(round_up(len(rows)), _slots(shapes) * (shapes[0][4] - 5))
     room = room if at_least is None else room.or_more(at_least)
-    batch, num_anchors = shapes[0][:2]
-    sizes = room.targets * 6, batch + 1, len(shapes) * 4, len(shapes) * (2 + 2 * num_anchors)
-    buffer = torch.empty(sum(map(_aligned, sizes)), dtype=torch.int32, pin_memory=pinned)
-    buffer.numpy().fill(0)  # torch would take all threads for a large one, and they go on spinning for milliseconds
-    ends = np.bincount(image, minlength=batch).cumsum()
+    buffer = torch.empty(sum(map(_aligned, _part_sizes(room, shapes))), dtype=torch.int32, pin_memory=pinned)
+    buffer.numpy().fill(0)  # torch would use all its threads, which then keep the cores busy for milliseconds
+    ends = np.bincount(image, minlength=shapes[0][0]).cumsum()
     made = TargetSet(room, shapes, tuple(image_size or (1, 1)), anchor_threshold, reach, buffer, ends)
     parts = [part.numpy() for part in made.tensors]  # views, to be written to
     parts[0][: len(rows)] = rows
@@ -183,7 +186,7 @@ class Maps(NamedTuple):
 
     @classmethod
     def of(cls, predictions):
-        """As they are, if all have the same layout and a row's columns side by side; else copied."""
+        """The maps as they are, if all have one layout and the columns of a row lie side by side; else copies."""
         for channels_last in (True, False):
             gaps = {_gap(prediction, channels_last) for prediction in predictions}
             if all(_is_one_cell(p.shape) for p in predictions if _gap(p, channels_last) == 0):
@@ -194,7 +197,7 @@ class Maps(NamedTuple):
 
     @property
     def addresses(self):
-        """Always as many."""
+        """The maps, and so many times the first that there are MOST_LAYERS: kernels take a fixed number."""
         return *self.tensors, *[self.tensors[0]] * (MOST_LAYERS - len(self.tensors))
 
 

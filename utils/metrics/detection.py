@@ -21,24 +21,22 @@ def fitness(results: np.ndarray | list | tuple) -> np.ndarray:
 # Matching detections with labels ------------------------------------------------------------------------------------
 
 
-def match_predictions(
-    detections: torch.Tensor, labels: torch.Tensor, iou_thresholds: torch.Tensor = IOU_THRESHOLDS
-) -> np.ndarray:
-    """Which detections of one image are right, [k x num thresholds] bool (NumPy).
+def match_predictions(detections: torch.Tensor, labels: torch.Tensor) -> np.ndarray:
+    """Which detections of one image are right at each of IOU_THRESHOLDS, [k x thresholds] bool (NumPy).
 
     `detections` [k x 6: x1, y1, x2, y2, confidence, class] best first and `labels` [m x 5: class, x1, y1, x2, y2] are
     in the same pixels. Every detection wants the label of its class that it overlaps most, and the most confident
     one gets it; the others are wrong and do not try their second best.
     """
-    correct = np.zeros((len(detections), len(iou_thresholds)), bool)
+    correct = np.zeros((len(detections), len(IOU_THRESHOLDS)), bool)
     if not len(detections) or not len(labels):
         return correct
     overlaps = box_iou(detections[:, :4], labels[:, 1:5])
     overlaps[detections[:, 5:6] != labels[:, 0]] = -1
     best_iou, wanted = (column.cpu() for column in overlaps.max(1))
-    candidates = (best_iou > iou_thresholds[0]).nonzero().flatten()
+    candidates = (best_iou > IOU_THRESHOLDS[0]).nonzero().flatten()
     winners = candidates[_first_of_each(wanted[candidates])]
-    correct[winners] = (best_iou[winners, None] > iou_thresholds).numpy()
+    correct[winners] = (best_iou[winners, None] > IOU_THRESHOLDS).numpy()
     return correct
 
 
@@ -210,8 +208,7 @@ class DetectionScores:
     `images` has an entry for each: what is right, confidences, predicted classes, classes of the labels.
     """
 
-    def __init__(self, iou_thresholds=IOU_THRESHOLDS):
-        self.iou_thresholds = iou_thresholds
+    def __init__(self):
         self.images = []
 
     @property
@@ -220,7 +217,7 @@ class DetectionScores:
 
     def add(self, detections: torch.Tensor, labels: torch.Tensor) -> np.ndarray:
         """Take in one image, its detections and labels as `match_predictions` wants them; returns what that says."""
-        correct = match_predictions(detections, labels, self.iou_thresholds)
+        correct = match_predictions(detections, labels)
         columns = detections[:, 4], detections[:, 5], labels[:, 0]
         self.images.append((correct, *(column.cpu().numpy() for column in columns)))
         return correct
@@ -228,7 +225,7 @@ class DetectionScores:
     def summary(self, nc: int, v5_metric: bool = False) -> Scores:
         """`Scores` of the images added so far, for a data set of `nc` classes."""
         hits, *columns = zip(*self.images, strict=True) if self.images else [()] * 4
-        correct = np.concatenate([np.zeros((0, len(self.iou_thresholds)), bool), *hits])
+        correct = np.concatenate([np.zeros((0, len(IOU_THRESHOLDS)), bool), *hits])
         conf, pred_cls, target_cls = (np.concatenate([np.zeros(0, np.float32), *parts]) for parts in columns)
         curves = precision_recall_curves(correct, conf, pred_cls, target_cls, v5_metric)
         labels_per_class = np.bincount(target_cls.astype(np.int64), minlength=nc)

@@ -1,8 +1,7 @@
 """The driver of the GPU, started while Python still imports torch, and told when a program is done.
 
-It is started when torch's libraries are loaded, while Python imports the modules.
-
-Libraries and driver map memory by the hundred; at the same time they would only wait for each other.
+It is started when torch's libraries are loaded and Python imports the modules: libraries and driver both map memory
+hundreds of times, and at the same time they would only wait for each other.
 """
 
 import ctypes

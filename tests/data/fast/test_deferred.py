@@ -1,11 +1,10 @@
 """utils/data/fast/deferred.py: what a GPU makes of a part of a mosaic is what OpenCV makes of the whole."""
 
-import inspect
-
 import numpy as np
 import pytest
 import torch
 
+from tests.loader_cases import steps_on_pixels
 from utils.data.affine import GREY, Affine
 from utils.data.fast import deferred, device_augment
 from utils.data.fast.deferred import (
@@ -154,11 +153,7 @@ def test_a_batch_warped_on_the_gpu(mode, monkeypatch):
 
 def test_every_step_on_pixels_has_its_deferred_form():
     """A step that is added to the reference alone would see pixels before their affine and colours."""
-    steps = {
-        name
-        for name, method in vars(LoadImagesAndLabels).items()
-        if inspect.isfunction(method) and {"img", "mosaic"} & set(inspect.signature(method).parameters)
-    }
+    steps = steps_on_pixels()
     assert steps >= {"warped", "recolour", "flip", "pixels"}
     assert steps - set(vars(DeferredDataset)) == {
         "_flipped",  # which draws, and calls flip

@@ -1,6 +1,5 @@
 """utils/data/gpu/recipes.py: samples that are only drawn are the reference's, and their recipes say what they are."""
 
-import inspect
 import random
 import re
 
@@ -9,13 +8,13 @@ import pytest
 import torch
 
 from tests.data.gpu.configurations import CONFIGURATIONS, dataset_of, open_loader, store_of
+from tests.loader_cases import steps_on_pixels
 from utils.data.affine import Affine
 from utils.data.fast.shm_batches import LateSteps
 from utils.data.gpu.recipes import HEADER, LAYER, OBJECT, RECIPE, TILE, DrawnImage, RecipeDataset, write_recipes
 from utils.data.mosaic import Mosaic, Tile
 from utils.data.transforms import Colours
 from utils.data.worker_errors import LoaderError
-from utils.datasets import LoadImagesAndLabels
 from utils.system.random_state import seed_generators
 
 
@@ -119,10 +118,6 @@ def test_objects_without_room_are_pasted_by_the_worker(folder):
 
 def test_every_step_on_pixels_has_its_drawn_form():
     """A step that is added to the reference alone would see an image that is not there."""
-    steps = {
-        name
-        for name, method in vars(LoadImagesAndLabels).items()
-        if inspect.isfunction(method) and {"img", "mosaic"} & set(inspect.signature(method).parameters)
-    }
+    steps = steps_on_pixels()
     assert steps >= {"warped", "moved", "blended", "recolour", "paste", "flip", "pixels"}
     assert steps - set(vars(RecipeDataset)) == {"_flipped"}, "which draws, and calls flip"

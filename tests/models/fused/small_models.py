@@ -7,6 +7,7 @@ from torch import nn
 
 from models.fused.network import fused_model
 from models.yolo import Model
+from utils.fast.compile import tensors_in
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LEAKY = "nn.LeakyReLU(0.1)"
@@ -59,8 +60,7 @@ def trained(net, images, dtype=torch.float32):
     torch.backends.cudnn.allow_tf32 = False  # float32 means float32 here, on a GPU as well
     with torch.autocast(DEVICE, dtype, enabled=dtype != torch.float32):
         maps = net(images)
-    if isinstance(maps[0], list):  # of several heads
-        maps = [level for head in maps for level in head]
+    maps = list(tensors_in(maps))
     generator = torch.Generator().manual_seed(1)
     torch.autograd.backward(maps, [torch.randn(y.shape, generator=generator).to(y) for y in maps])
     return [y.detach() for y in maps]
@@ -76,14 +76,9 @@ def compare_evaluation(model, images, limit=1e-5):
     fused = fused_model(model).eval()
     with torch.no_grad():
         found, wanted = fused(images), before(images if images.is_floating_point() else images / 255)
-    assert distance(flat(found), flat(wanted)) < limit
+    assert distance(tensors_in(found), tensors_in(wanted)) < limit
     assert all(a.equal(b) for a, b in zip(model.buffers(), before.buffers(), strict=True))
     return fused
-
-
-def flat(output):
-    """The tensors in nested lists and tuples."""
-    return [output] if isinstance(output, torch.Tensor) else [tensor for part in output for tensor in flat(part)]
 
 
 def compare(model, images, dtype, slack):

@@ -5,7 +5,6 @@ import json
 import math
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -357,7 +356,7 @@ def test_tpe_prunes_below_the_median():
     pytest.importorskip("optuna")
     space = {"hyp.lr0": {"low": 0.0, "high": 1.0, "log": False, "step": None}}
     source = OptunaSampler(space, 9)
-    table = TrialTable(Path("none.csv"), {})
+    table = TrialTable("none.csv")
     for number in range(5):
         table.trials[number] = Trial(number, {"hyp.lr0": "0.5"}, "completed", 0.5, 1.0, 1.0, [0.1, 0.4, 0.5])
     table.trials[5] = Trial(5, {"hyp.lr0": "0.5"}, "failed", math.nan, None, 1.0, [math.nan])

@@ -30,7 +30,7 @@ STEPS = TABLES + 4  # bytes without a grid, which begins here
 FIXED, FLOATING = "fixed point", "floating point"
 FRACTION = 5  # bits of a distance
 PRECISION = 10  # bits behind the point of the sums that are rounded to positions
-CAPACITY = 2  # outputs that fit in the place of an image in a batch; copies to the GPU take so much longer
+CAPACITY = 2  # so many outputs fit in the place of an image in a batch; its copy to the GPU takes as many times longer
 HEADER = 2  # numbers of a grid in front of the positions
 OUTSIDE = GREY  # what lies beside the mosaic
 LEAST_GAIN = 0.5  # below it four times as many pixels are read as written
@@ -42,7 +42,7 @@ def steps_bytes(size, with_affine):
 
 
 class DeferredDataset(LoadImagesAndLabels):
-    """`dataset`, the last steps of whose samples are written to `steps` [bytes]; `begin` sets it for each sample."""
+    """`dataset`, but the last steps of its samples are written to `steps` [bytes], which `begin` sets for each one."""
 
     def __init__(self, dataset):
         vars(self).update(vars(dataset))  # the same lists and cache; nothing is read again
@@ -87,7 +87,7 @@ class DeferredDataset(LoadImagesAndLabels):
 
 
 class DeferredAffine:
-    """The image [h x w x 3] that `affine` will make of `mosaic`; NumPy takes it for that image."""
+    """The image [h x w x 3] that `affine` will make of `mosaic`; NumPy makes the image when it reads this."""
 
     def __init__(self, mosaic, affine):
         self.mosaic, self.affine = mosaic, affine
@@ -167,7 +167,7 @@ def warp_with_grid(part, grid, mode):
 
 
 def _neighbours(lines, first):
-    """Of `lines`, with a frame, those at `first` [n] and behind, beside the frame its own ones."""
+    """The lines at `first` [n], and the next ones, of `lines` with a frame; outside they are those of the frame."""
     return (lines[np.clip(k, 0, len(lines) - 1)] for k in (first + 1, first + 2))
 
 
@@ -181,7 +181,7 @@ def _floating_mix(one, other, distance):
 
 @lru_cache(maxsize=64)
 def rounding_mode(width):
-    """How OpenCV warps to outputs of `width` pixels: FIXED, FLOATING, or None of them; a few rows are compared."""
+    """How this OpenCV rounds outputs of `width` pixels, tried on a few rows: FIXED, FLOATING, or None: otherwise."""
     rows = 32
     place, grid = np.empty((CAPACITY * rows, width, 3), np.uint8), np.empty(HEADER + 2 * (width + rows), np.int32)
     for mode in (FIXED, FLOATING):

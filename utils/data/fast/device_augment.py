@@ -1,7 +1,7 @@
 """The deferred steps of a whole batch (deferred.py): on the GPU where the images are wanted, or on the host.
 
 Both give the bytes that the data set itself would make in the worker, for rows of a length that `agrees_with_table`.
-The way to HSV is integer arithmetic; the way back is looked up in a table that OpenCV itself has filled.
+The conversion to HSV is integer arithmetic; the one back is looked up in a table that OpenCV itself has filled.
 """
 
 import logging
@@ -54,14 +54,14 @@ class DeferredBatch(NamedTuple):
         return batch, rows // CAPACITY if self.steps.shape[1] > STEPS else rows, width, channels
 
     def on_device(self, room):
-        """`augmented` on the device where `room(number, shape)` gives a uint8 tensor, another one for each number."""
+        """`augmented` on the device where `room(number, shape)` gives the buffer of that number, a uint8 tensor."""
         there = DeferredBatch(*(room(k, part.shape).copy_(part, non_blocking=True) for k, part in enumerate(self)))
         return there.augmented(out=room(2, there.image_shape))
 
     def augmented(self, out=None):
         """The images [b x 3 x h x w: RGB] in channels-last order, on the device where the pixels are.
 
-        `out` [b x h x w x 3] takes their bytes. On a GPU the work is queued on the current stream.
+        They are written to `out` [b x h x w x 3], if given. On a GPU the work is queued on the current stream.
         """
         out = self.pixels.new_empty(self.image_shape) if out is None else out
         if self.pixels.is_cuda:
@@ -102,11 +102,11 @@ def agrees_with_table(width):
 
 
 def ask_ahead(size, device):
-    """Let a thread find out what `gpu_agrees` will be asked about `size` pixels: kernels have to be compiled."""
+    """Let a thread call `gpu_agrees` for `size` pixels before its answer is needed: it has to compile kernels."""
 
     def ask():
         if torch.cuda.is_available():
-            torch.cuda.set_device(device)  # a thread begins with the first one
+            torch.cuda.set_device(device)  # a new thread uses the first GPU
         if agrees_with_table(size):
             gpu_agrees(size, rounding_mode(size) is not None)
 
@@ -131,7 +131,7 @@ def _gpu_agrees(size, with_affine):
         if torch.equal(on_gpu.cpu(), host.augmented()):
             return True
         reason = "it makes other pixels than the host"
-    except Exception as error:  # whatever a compiler or driver has to say: the host can do it
+    except Exception as error:  # compilers and drivers raise anything; the host can do the work
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
     steps = "warp, colours and flips" if with_affine else "colours and flips"
     logger.warning("%s of a batch stay with the loader's workers; on this GPU, %s", steps, reason)

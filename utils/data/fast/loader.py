@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """What the flags ask of a loader. `timeout` in seconds; `seed` None: the generators go their own way.
+    """What the flags ask of a loader. `timeout` in seconds; `seed` None: no generator is seeded.
 
     `max_batches` is the length of an epoch at most; None: the whole data set. `compose(dataset, workers, with_groups)`
     reads all images to where a GPU makes the samples of them, and returns the LateSteps for that; None if it cannot.
@@ -71,7 +71,7 @@ def build_loader(dataset: LoadImagesAndLabels, batch_size: int, workers: int, op
 
 
 def _deferred_steps(dataset, collate_group):
-    """The LateSteps of the samples, or None; without those that this GPU would make otherwise than the host."""
+    """The LateSteps of the samples, or None; a step that this GPU makes with other results is left to the workers."""
     for with_affine in (True, False):
         num_bytes = deferred_bytes(dataset, collate_group, with_affine)
         if num_bytes and gpu_agrees(dataset.img_size, num_bytes > STEPS):
@@ -132,7 +132,7 @@ def deferred_bytes(dataset, collate_group, defer_affine):
 
 
 def possible_options(options, workers, warn=True):
-    """`options` without what cannot be done here, which is answered with one warning."""
+    """`options` without what cannot be done here; one warning says what that is."""
     if options.micro_batch_size and not options.worker_tensor and warn:
         logger.warning("--micro-batch-size has no effect without --worker-tensor")
     names = [name for name in ("persistent_workers", "worker_tensor") if getattr(options, name)]

@@ -7,8 +7,8 @@ shapes. The main process stacks nothing, copies no image and pins nothing; what 
 Collation therefore happens inside the workers: pixels where they are written, and a group of --quad by the worker that
 made its four samples. `collate_fn` of the data set is not called.
 
-A batch is valid until the next one is asked for. Then its slot goes back, on a GPU only after all work that was queued
-until then (its copy to the device above all) has been done.
+A batch is valid until the next one is asked for. Then its slot is free again; with a GPU only when all work that was
+queued until then is done, above all its copy to the device.
 """
 
 import logging
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler
 
+from utils.data.dataset import numbered
 from utils.data.fast.worker_pool import WorkerPool
 from utils.data.keyed_dataset import KeyedDataset
 from utils.data.sampler import EndlessBatches, ShortEpochs
@@ -37,7 +38,7 @@ class LateSteps(NamedTuple):
     """Steps of the samples that workers write down, for a GPU to do: `num_bytes` a sample.
 
     `dataset(data set)` is the form of a data set whose samples write them where its `begin` says, and
-    `batch(pixels, steps)` what the loader yields as images. `room` is what a sample needs in a batch, in images.
+    `batch(pixels, steps)` what the loader yields as images. The place of a sample in a batch holds `room` images.
     With `at_once` the data set has no `begin`. When all samples of a task are made, its `finish(samples, number, steps,
     begin)` writes their `steps` [n x num_bytes] and returns their targets [n x 6]. `number` is the place of the first
     sample in its batch; `finish` calls `begin(number)` before work that can fail because of that sample.
@@ -168,7 +169,7 @@ class BatchWriter:
             samples = []
             for position in range(first, min(first + self.group_size, stop)):
                 self.is_placed = False
-                begin(position)  # first of all, for it may be the end of this worker
+                begin(position)  # first: if this sample ends the worker, its name is known
                 if self.late and not at_once:
                     self.source.dataset.begin(steps[position])
                 samples.append(self.source[keys[position]])
@@ -185,7 +186,7 @@ class BatchWriter:
         if at_once:
             targets = self.source.dataset.finish(targets, first, steps[start:stop], begin)
         else:
-            targets = _numbered(targets, first)
+            targets = numbered(targets, first).numpy()
         return targets, tuple(image.shape), paths, shapes
 
     def describe(self, slot, position):
@@ -297,7 +298,7 @@ class SharedMemoryLoader:
     def _next_batch(self):
         """(batch, slot) of the oldest pending batch, complete."""
         self._hand_out()
-        if not self.pending:  # only then: to wait for a copy with batches at hand would be idle
+        if not self.pending:  # otherwise there are batches to take, and no need to wait for a copy
             self._hand_out(wait=True)
         if not self.pending:
             raise LoaderError("all batch buffers are held by passes that were neither finished nor closed")
@@ -325,18 +326,11 @@ class SharedMemoryLoader:
         return images, torch.from_numpy(np.concatenate(targets)), paths, shapes
 
 
-def _numbered(targets, first):
-    """Concatenated targets, an array, with their image's position in the batch in column 0."""
-    for number, rows in enumerate(targets, first):
-        rows[:, 0] = number
-    return torch.cat(targets).numpy()
-
-
 def ring_length(workers, prefetch, micro_batch, batch_size):
     """Slots: what the workers prepare ahead (`prefetch` micro-batches each), one in use, one on its way to the GPU."""
     return max(-(-workers * prefetch * micro_batch // batch_size), 2) + 2
 
 
 def choose_micro_batch(batch_size, workers):
-    """Samples in a micro-batch: a share of the batch for each worker, but no less than messages are worth."""
+    """Samples in a micro-batch: a share of the batch for each worker, but so many that messages cost little."""
     return min(max(-(-batch_size // max(workers, 1)), 8), 32, batch_size)

@@ -1,6 +1,6 @@
 """Processes that work for a loader: started by fork, fed through one common pipe, each answers through its own.
 
-Whatever happens to a worker ends in one LoaderError that names the sample it was working on, and in no process left.
+Whatever happens to a worker ends in one LoaderError that names the sample it was working on; no process is left.
 Neither side can block the other: the main process writes only what the pipe has room for and reads only what is there.
 """
 
@@ -51,7 +51,7 @@ class WorkerPool:
         pipes = [context.Pipe(duplex=False) for _ in range(count)]
         ends = [reader, self.tasks, *(end for pipe in pipes for end in pipe)]
         lock, seed = context.Lock(), torch.empty((), dtype=torch.int64).random_().item()
-        # The kernel's signal comes when the thread that forked ends, which says nothing if it is not the main thread.
+        # The kernel signals the end of the thread that forked: that means nothing unless it is the main thread.
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
         self.processes = []
         for number, (_, writer) in enumerate(pipes):

@@ -2,9 +2,9 @@
 
 placing       where they fit: card, page-locked memory, RAM; one sentence says why
 host_memory   one copy for all processes of a machine, that GPUs can read
-filling       from files to where they stay, the work shared by the processes
+filling       decodes files straight to where the images stay; processes share the work
 store         what a kernel reads: bytes, offsets and shapes
-recipes       a data set whose workers draw: what a kernel has to know to make the image
+recipes       a data set whose workers only draw random numbers and write what a kernel needs to make the image
 targets       the labels of the samples of a micro-batch, all at once
 compose       batches of such samples, made on the GPU (compose_triton); whether it makes the host's bytes
 kept_batches  finished batches of a validation set; with --fast as well

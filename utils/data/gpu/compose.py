@@ -1,6 +1,6 @@
 """Batches of recipes (recipes.py), composed on the GPU from the images of an ImageStore.
 
-The bytes are those that the data set itself makes on the host, which is tried out before it is relied on: `composes`.
+The bytes are those that the data set itself makes on the host; `composes` checks that before they are used.
 """
 
 import logging
@@ -39,8 +39,8 @@ class ComposedBatch(NamedTuple):
     def on_device(self, room: Callable) -> torch.Tensor:
         """The images [b x 3 x h x w: RGB] on the device of the store, in channels-last order.
 
-        `room(number, shape)` gives a uint8 tensor there, another one for each number. Copies and work are queued on the
-        current stream; pixels and recipes must stay as they are until then.
+        `room(number, shape)` gives the buffer of that number, a uint8 tensor there. Copies and work are queued on the
+        current stream; pixels and recipes must stay as they are until that is done.
         """
         return self.uploaded(room)()
 
@@ -111,7 +111,7 @@ def composes(dataset: LoadImagesAndLabels) -> bool:
         if np.array_equal(found.permute(0, 2, 3, 1).cpu().numpy(), wanted):
             return True
         reason = "it makes other pixels than the host"
-    except Exception as error:  # whatever a compiler or driver has to say: the host can do it
+    except Exception as error:  # compilers and drivers raise anything; the host can do the work
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
     logger.warning("batches are not composed on the GPU but by the loader's workers; on this GPU, %s", reason)
     return False

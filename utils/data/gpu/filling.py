@@ -1,6 +1,6 @@
 """Decode the images of a data set straight to where they stay, as fast as the cores decode.
 
-Processes share the work: each decodes every so many pieces, and takes the others from them.
+Processes share the work: each decodes its share of the pieces, and gets the others from those that decoded them.
 """
 
 import threading
@@ -58,7 +58,7 @@ class Filler:
 
     def _decode(self, piece):
         if self.card is not None and self.card.is_cuda:
-            torch.cuda.set_device(self.card.device)  # a thread begins with the first one, where it would make a context
+            torch.cuda.set_device(self.card.device)  # a new thread uses the first GPU, and would take memory there
         size = piece.stop - piece.start
         place = self._staging(size) if self.host is None else self.host[piece.start : piece.stop]
         for i in piece.images:

@@ -1,6 +1,6 @@
 """Memory of the host for all images: one copy for the processes of a machine, page-locked so that GPUs can read it.
 
-It has no name and no file in /dev/shm, whose size does not limit it either: whatever happens, nothing of it is left.
+It has no name and is no file: nothing of it can be left behind, and the size of /dev/shm does not limit it.
 """
 
 import logging
@@ -72,7 +72,7 @@ class _CudaView:
 
 
 def _unlock(array, device, owner):
-    """`array` stays at least until here."""
+    """Undo `HostMemory.lock`; being an argument, `array` lives until then."""
     if os.getpid() == owner:  # not in a forked worker
         with suppress(RuntimeError), torch.cuda.device(device):  # a lost GPU unlocks nothing
             torch.cuda.cudart().cudaHostUnregister(array.ctypes.data)

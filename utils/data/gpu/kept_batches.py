@@ -23,7 +23,7 @@ UNASKED_ON_CARD, UNASKED_ON_HOST = 0.02, 0.25
 class KeptBatches:
     """The batches of `loader`, whose images [b x 3 x h x w] have their place in `pixels` uint8 [bytes] from then on.
 
-    `memory` is what `pixels` belongs to and what has to live as long.
+    `memory` owns `pixels`, and has to live as long.
     """
 
     def __init__(self, loader: Any, pixels: torch.Tensor, memory: Any = None) -> None:

@@ -1,6 +1,6 @@
-"""Where the images of a run live: on the card beside training, in page-locked memory of the host, or as without.
+"""Where the images of a run live: on the card beside training, in page-locked memory of the host, or as without a GPU.
 
-The first of these that has room, on all processes of a run; one sentence says which, why, and how many GB.
+The first place that has room in all processes of a run is taken; a line of the log says which, why, and how many GB.
 """
 
 import gc
@@ -30,10 +30,10 @@ from utils.system.random_state import generators_kept
 logger = logging.getLogger(__name__)
 
 CARD_RESERVE = 0.1  # share of the card's memory that stays free: for fragments, validation, images with more boxes
-HOST_RESERVE = 0.1  # share of the free memory of the host: page-locked memory is never swapped
+HOST_RESERVE = 0.1  # share of the host's free memory that stays free: page-locked memory is never swapped
 HOST_LEAST = 2 * 10**9  # bytes that always stay free there
 FEW_SAMPLES = 16
-SURPLUS = 1.5  # times the rate of the GPU, measured without a graph: workers that make more are fast enough
+SURPLUS = 1.5  # workers are fast enough that make so many times what the GPU trains, measured without a graph
 
 
 class Place(NamedTuple):
@@ -150,7 +150,7 @@ def _forget_store(dataset, problems):
 
 
 def why_fast_enough(dataset: LoadImagesAndLabels, workers: int, step_cost: Callable[[], tuple]) -> str | None:
-    """What makes it useless to spare the workers of `dataset` their work; None if they are too slow for the GPU."""
+    """Why the workers of `dataset` need no help of the GPU, in words; None if they are too slow for it."""
     cores = usable_cores() // len(machine_mates())
     by_workers, by_gpu = min(workers, cores) / seconds_of_sample(dataset), 1 / step_cost()[1]
     if by_workers < SURPLUS * by_gpu:
@@ -164,7 +164,7 @@ def seconds_of_sample(dataset: LoadImagesAndLabels) -> float:
     deferred.begin(np.zeros(steps_bytes(dataset.img_size, with_affine=True), np.uint8))
     chosen = np.linspace(0, dataset.n - 1, 2 * FEW_SAMPLES).astype(int).tolist()
     with generators_kept():
-        for i in chosen[::2]:  # what only the first ones do
+        for i in chosen[::2]:  # the first ones take longer
             deferred[i]
         started = time.thread_time()
         for i in chosen[1::2]:
@@ -196,7 +196,7 @@ def _filled(dataset, place, num_bytes, device, is_shared, title):
             filler.decode(title)
         except Exception as error:
             problem = lack_of_memory(error)
-        problem = _of_all(problem, is_shared)  # whose pieces are there when this is known
+        problem = _of_all(problem, is_shared)  # after this all processes have decoded their pieces
     if problem is not None:
         if memory is not None:
             memory.free()

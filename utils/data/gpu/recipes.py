@@ -199,7 +199,7 @@ class Letterbox(Mosaic):
 
 
 class DrawnImage:
-    """An image [h x w x 3: BGR] of which only the draws are there; NumPy takes it for that image.
+    """An image [h x w x 3: BGR] of which only the random draws exist; NumPy makes the image when it reads this.
 
     `layers` are (canvas, Affine or None), the second one with mixup; then come colours, objects and flips. `used` are
     the bytes that the objects take in the place of the sample, None if that has no room for them.
