@@ -112,6 +112,28 @@ def test_after_an_error_the_rest_is_left_out(monkeypatch):
     assert len(ended) <= 1
 
 
+def test_no_thread_outlives_an_interrupted_wait():
+    """As after a second Ctrl-C: Python would abort if the thread were still at work at its end."""
+    program = """
+import signal, threading, time, torch
+from concurrent.futures import ThreadPoolExecutor
+from utils.fast import start
+class Pool(ThreadPoolExecutor):
+    def submit(self, *_):
+        return super().submit(time.sleep, 1)
+start.ThreadPoolExecutor = Pool
+try:
+    with start.convolved_beside(torch.device("cpu")):
+        for _ in range(4):
+            torch.nn.Conv2d(4, 4, 3)(torch.rand(2, 4, 8, 8).contiguous(memory_format=torch.channels_last))
+        threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+except KeyboardInterrupt:
+    print([thread.name for thread in threading.enumerate() if "convolving" in thread.name])
+"""
+    run = subprocess.run([sys.executable, "-c", program], cwd=PROJECT_ROOT, capture_output=True, text=True, timeout=60)
+    assert (run.stdout, run.returncode) == ("[]\n", 0), run.stderr
+
+
 def test_a_search_is_not_disturbed(monkeypatch):
     made, conv = watch_convolutions(monkeypatch), torch.nn.Conv2d(4, 4, 3)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
