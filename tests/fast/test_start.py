@@ -19,6 +19,7 @@ import torch
 from models.common import Conv
 from tests import small_run
 from tests.engine.test_trainer import new_trainer
+from tests.fast.test_start_convolutions import watch_convolutions
 from utils.config.hyp import load_hyp
 from utils.fast import start
 from utils.fast.train_step import FastSteps
@@ -51,96 +52,6 @@ def test_a_dry_pass_changes_nothing():
     assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())
     assert network[0].conv.weight.grad.eq(1).all() and network[1].conv.weight.grad is None
     assert torch.equal(torch.get_rng_state(), generator)
-
-
-def watch_convolutions(monkeypatch):
-    """The list of results that the thread will have made."""
-    made, init = [], start._Beside.__init__
-
-    def watched(mode, pool):
-        def submit(operation, *args):
-            return pool.submit(lambda: made.append((operation, operation(*args))))
-
-        init(mode, SimpleNamespace(submit=submit))
-
-    monkeypatch.setattr(start._Beside, "__init__", watched)
-    return made
-
-
-def like(tensor):
-    return tensor is not None and (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "stride", "pad", "reach", "groups", "bias", "mask"),
-    [
-        (3, 1, 1, 1, 1, True, (True, True, True)), (1, 1, 0, 1, 1, False, (False, True, False)),
-        ((3, 5), (2, 1), (1, 2), 1, 2, False, (True, False, False)), (3, 2, 0, 2, 4, True, (True, True, False)),
-    ],
-)  # fmt: skip
-def test_convolutions_are_run_by_a_thread(kernel, stride, pad, reach, groups, bias, mask, monkeypatch):
-    """What is returned at once has the form of what the thread makes, which is the right result."""
-    made, aten, order = watch_convolutions(monkeypatch), torch.ops.aten, torch.channels_last
-    conv = torch.nn.Conv2d(8, 12, kernel, stride, pad, reach, groups, bias).to(memory_format=order)
-    x = torch.rand(2, 8, 17, 12).contiguous(memory_format=order)
-    geometry = conv.requires_grad_(False).stride, conv.padding, conv.dilation, False, (0, 0), groups
-    with start.convolved_beside(torch.device("cpu")):
-        found = aten.convolution(x, conv.weight, conv.bias, *geometry)
-        sizes = [12] if mask[2] else None
-        gradients = aten.convolution_backward(torch.ones_like(found), x, conv.weight, sizes, *geometry, mask)
-    [own] = [result for operation, result in made if operation is aten.convolution.default]
-    [own_gradients] = [result for operation, result in made if operation is aten.convolution_backward.default]
-    assert torch.equal(own, conv(x)) and like(own) == like(found)
-    assert [like(gradient) for gradient in own_gradients] == [like(gradient) for gradient in gradients]
-    assert [gradient is not None for gradient in gradients] == list(mask)
-
-
-def test_the_thread_for_convolutions_needs_no_compiler():
-    program = """
-import sys, torch
-from utils.fast import start
-with start.convolved_beside(torch.device("cpu")):
-    torch.nn.Conv2d(4, 4, 3)(torch.rand(2, 4, 8, 8).contiguous(memory_format=torch.channels_last)).sum().backward()
-print("torch._dynamo" in sys.modules)
-"""
-    run = subprocess.run([sys.executable, "-c", program], cwd=PROJECT_ROOT, capture_output=True, text=True, timeout=60)
-    assert run.stdout == "False\n", run.stderr
-
-
-def test_only_maps_in_channels_last_order_are_for_the_thread(monkeypatch):
-    made, conv = watch_convolutions(monkeypatch), torch.nn.Conv2d(4, 4, 3)
-    turned, line = torch.nn.ConvTranspose2d(4, 4, 3), torch.nn.Conv1d(4, 4, 3)
-    x = torch.rand(2, 4, 8, 8)
-    last = x.contiguous(memory_format=torch.channels_last)
-    cases = (conv, x), (turned, last), (line, x[:, :, 0])
-    with start.convolved_beside(torch.device("cpu")):
-        found = [layer(maps) for layer, maps in cases]
-        found[0].sum().backward()
-    assert not made and all(torch.equal(a, layer(maps)) for a, (layer, maps) in zip(found, cases, strict=True))
-
-
-def test_a_search_is_not_disturbed(monkeypatch):
-    made, conv = watch_convolutions(monkeypatch), torch.nn.Conv2d(4, 4, 3)
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    with start.convolved_beside(torch.device("cpu")):
-        conv(torch.rand(2, 4, 8, 8).contiguous(memory_format=torch.channels_last))
-    assert not made
-
-
-def test_a_network_gets_gradients_of_the_right_form(monkeypatch):
-    made, order = watch_convolutions(monkeypatch), torch.channels_last
-    network = torch.nn.Sequential(Conv(3, 8), Conv(8, 8, 3, 2)).to(memory_format=order)
-    with start.convolved_beside(torch.device("cpu")):
-        network(torch.rand(2, 3, 8, 8).contiguous(memory_format=order)).sum().backward()
-    assert len(made) == 4 and all(like(p.grad)[:2] == like(p)[:2] for p in network.parameters())
-
-
-def test_a_convolution_that_fails_is_for_the_first_step(monkeypatch):
-    order, aten = torch.channels_last, torch.ops.aten
-    x, weight = (torch.rand(*shape).contiguous(memory_format=order) for shape in ((2, 8, 9, 9), (12, 5, 3, 3)))
-    with start.convolved_beside(torch.device("cpu")):
-        found = aten.convolution(x, weight, None, (1, 1), (1, 1), (1, 1), False, (0, 0), 1)
-    assert found.shape == (2, 12, 9, 9)
 
 
 def test_nothing_is_made_without_a_gpu(caplog):

@@ -178,8 +178,14 @@ def convolved_beside(device: torch.device) -> Iterator[None]:
         yield
         return
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    with ThreadPoolExecutor(1, "convolving", _enter, (device, stream)) as pool, _Beside(pool):
-        yield
+    pool = ThreadPoolExecutor(1, "convolving", _enter, (device, stream))
+    try:
+        with _Beside(pool):
+            yield
+        # The last one. Python 3.11 takes a thread for ended if Ctrl-C comes while it is joined, and leaves it running.
+        pool.submit(bool).result()
+    finally:
+        pool.shutdown(cancel_futures=True)  # after an error nobody needs the rest
 
 
 class _Beside(TorchDispatchMode):
@@ -213,10 +219,13 @@ def _empty_results(operation, args):
         return None
     if is_transposed or x.dim() != 4 or not x.is_contiguous(memory_format=order):
         return None
+    if x.is_contiguous():  # of one channel, or one pixel: the order of the result depends on more
+        return None
     if operation is aten.convolution_backward.default:
-        results = torch.empty_like(x), torch.empty_like(weight), weight.new_empty(bias_size or 0)
+        results = torch.empty_like(x), torch.empty_like(weight, memory_format=order), weight.new_empty(bias_size or 0)
         return tuple(result if is_wanted else None for result, is_wanted in zip(results, wanted, strict=True))
-    geometry = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+    of_both = (numbers * (2 // len(numbers)) for numbers in (stride, padding, dilation))  # one number is for both axes
+    geometry = zip(x.shape[2:], weight.shape[2:], *of_both, strict=True)
     size = [(length + 2 * pad - reach * (kernel - 1) - 1) // step + 1 for length, kernel, step, pad, reach in geometry]
     return torch.empty((len(x), len(weight), *size), dtype=x.dtype, device=x.device, memory_format=order)
 
@@ -281,7 +290,8 @@ def _loaded_alone(load):
 
 
 def _enter(device, stream=None):
-    """Set GPU and stream of a new thread, which would use the first GPU and its default stream."""
+    """Set what is not passed on to a new thread: no gradients, the GPU, its stream."""
+    torch.set_grad_enabled(False)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.set_stream(stream or torch.cuda.current_stream())
