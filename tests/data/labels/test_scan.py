@@ -101,6 +101,19 @@ def test_a_folder_in_place_of_a_label_file(tmp_path):
     assert stems(scan_dataset(folder)) == ["a"]
 
 
+def test_a_label_file_that_is_a_link_to_nowhere(tmp_path):
+    """As where the disk with the labels is not there: no background, also where the cache knows of no label."""
+    folder = make_dataset(tmp_path, {"a": BOX, "b": None})
+    assert stems(scan_dataset(folder)) == ["a", "b"]
+    label = tmp_path / "labels/train/b.txt"
+    label.symlink_to(tmp_path / "away.txt")
+    scanned = scan_dataset(folder)
+    assert stems(scanned) == ["a"]
+    assert scanned.messages == [f"image dropped (1x): label file is a link that leads nowhere: {label}"]
+    (tmp_path / "away.txt").write_text(BOX)
+    assert stems(scan_dataset(folder)) == ["a", "b"]
+
+
 def test_nothing_usable_is_an_error_with_reasons(tmp_path):
     folder = make_dataset(tmp_path, {"a": BOX})
     (tmp_path / "images/train/a.jpg").write_bytes(b"<html>")

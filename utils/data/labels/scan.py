@@ -202,6 +202,8 @@ def _with_labels(label_file, size, forms):
     try:
         text = read_text(label_file)
     except FileNotFoundError:
+        if os.path.islink(label_file):  # the disk with the labels is not there, which makes no background of the image
+            return _dropped("label file is a link that leads nowhere", label_file)
         return _Record(MISSING, size, np.zeros((0, 5), np.float32), [], [], columns)
     except OSError as error:
         return _dropped(f"label file cannot be read ({error.strerror})", label_file)
