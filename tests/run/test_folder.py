@@ -201,6 +201,8 @@ def test_stripped_run_goes_on_from_its_full_state(prepare):
     last = old_run(epoch=-1, optimizer=None)
     with pytest.raises(NothingToDo, match="last.pt is finished and holds no training state: start a new run with"):
         prepare("--resume")
+    with pytest.raises(ValueError, match="holds no training state, which --epochs 8 needs: put last_full.pt back"):
+        prepare("--resume --epochs 8")
     full = checkpoint(last.with_name("last_full.pt"), 4)
     os.utime(last)
     with pytest.raises(NothingToDo, match="finished its 5 epochs"):

@@ -234,11 +234,14 @@ def _whole_number(value):
 def _names(path, names):
     """Class names as a list of strings, from a list or from a dict with the keys 0, 1, 2, ..."""
     if isinstance(names, dict):
-        try:
-            by_id = {_class_id(key): name for key, name in names.items()}
-        except (TypeError, ValueError) as error:
-            why = shown(str(error))[1:-1]
-            raise ValueError(f"{printable(path)}: the keys of names must be numbers, {why}") from error
+        by_id = {}
+        for key, name in names.items():
+            try:
+                by_id[_class_id(key)] = name
+            except (TypeError, ValueError) as error:
+                raise ValueError(
+                    f"{printable(path)}: the keys of names must be numbers, found {shown(key)}; write 0: NAME, 1: NAME"
+                ) from error
         if len(by_id) < len(names):
             raise ValueError(f"{printable(path)}: two keys of names are the same number, with and without quotes")
         missing = sorted(set(range(len(names))) - set(by_id))
