@@ -25,7 +25,7 @@ from utils.config.data_yaml import load_data_yaml
 from utils.data.labels.scan import check_class_ids, scan_dataset
 from utils.head_config import HeadConfig
 from utils.run import entry
-from utils.system.files import atomic_write
+from utils.system.files import atomic_write, check_replaceable
 
 logger = logging.getLogger("group_classes")
 
@@ -118,6 +118,7 @@ def describe(groups, counts, names, by):
 def main(opt):
     if opt.heads < 1:
         raise ValueError(f"--heads {opt.heads} has to be at least 1")
+    check_replaceable(opt.out, "--out", (".yaml", ".yml"), [opt.data])
     data = load_data_yaml(opt.data, needed=("train",))
     scanned = scan_dataset(data.train, "train: ", data.keypoints)
     check_class_ids(scanned.labels, scanned.label_files, data.nc, data.names)

@@ -103,6 +103,26 @@ def check_can_be_made(folder, option="--project"):
                          f"choose another {option}")  # fmt: skip
 
 
+def check_replaceable(file, option, suffixes, inputs=()):
+    """Raise ValueError when writing the one file that `option` names would cost another one; nothing is made.
+
+    A file that is there is written over only if its suffix is one of `suffixes` (with the dot) and the command does not
+    read it as one of `inputs`.
+    """
+    file = Path(file)
+    check_can_be_made(file.parent, option)
+    if file.is_dir():
+        raise ValueError(f"{option} {printable(file)} is a folder; give the name of a file")
+    if any(os.path.exists(place) and file.exists() and file.samefile(place) for place in inputs):
+        raise ValueError(
+            f"{option} {printable(file)} is read by this command and would be lost; choose another {option}"
+        )
+    if file.exists() and file.suffix.lower() not in suffixes:
+        raise ValueError(
+            f"{option} {printable(file)} is no {suffixes[0]} file and would be lost; choose another {option}"
+        )
+
+
 def _make_next_free(path):
     candidate = path
     while True:
