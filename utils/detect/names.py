@@ -1,6 +1,7 @@
 """What the words behind --source mean, and by which names the results tell the sources apart."""
 
 import glob
+import logging
 import os
 import re
 import urllib.parse
@@ -12,11 +13,15 @@ import numpy as np
 from PIL import Image
 
 from utils.data.images.reading import IMAGE_SUFFIXES, VIDEO_SUFFIXES
+from utils.data.labels.image_list import OTHER_IMAGE_SUFFIXES
 from utils.metrics.names import image_names
-from utils.system.files import printable, read_text, split_lines
+from utils.system.files import counted, printable, read_text, split_lines
+
+logger = logging.getLogger(__name__)
 
 STREAM_SCHEMES = ("rtsp://", "rtmp://", "http://", "https://")
 END_BYTES = 64  # of a GIF, in which its end mark is; zeros may follow
+OTHER_SUFFIXES = (*OTHER_IMAGE_SUFFIXES, "3gp", "asf", "flv", "m2ts", "mts", "ogv", "vob", "webm")
 LONGEST_NAME = 100  # letters of the name of a stream, to which results add theirs; signed addresses are longer
 NOTHING = np.empty((0, 0, 3), np.uint8)
 FORMATS = f"images {', '.join((*IMAGE_SUFFIXES, 'gif'))}; videos {', '.join(VIDEO_SUFFIXES)}"
@@ -78,6 +83,10 @@ def find_items(sources: Sequence[str]) -> list[Item]:
     kinds = {file: _kind(file) for file in files}
     if not any(kinds.values()):
         raise ValueError(f"--source {' '.join(map(printable, sources))} has no file of a supported format ({FORMATS})")
+    others = [file for file in files if not kinds[file] and _has_suffix(file, OTHER_SUFFIXES)]
+    if others:
+        logger.warning("%s ignored: suffix not supported (%s)", counted(len(others), "file"),
+                       f"{', '.join(map(printable, others[:5]))}{', ...' if others[5:] else ''}")  # fmt: skip
     items = [Item(file, kind, printable(file)) for kind in ("image", "video") for file in files if kinds[file] == kind]
     names = image_names([item.path for item in items])
     taken = set(names.values())
