@@ -47,6 +47,14 @@ def test_formats_that_are_not_read_are_said(folder, caplog):
     ]
 
 
+def test_a_folder_of_folders(folder):
+    (folder / "outer").mkdir()
+    (folder / "deep").rename(folder / "outer" / "deep")
+    with pytest.raises(ValueError, match=r"folders in it are not searched, 'outer/\*\*' takes them too"):
+        find_items(["outer"])
+    assert names(find_items(["outer/**"])) == [("image", "b"), ("image", "c")]
+
+
 def test_lists_of_streams_and_of_files(folder):
     (folder / "cameras.txt").write_text("# two\n0\n\n1\r\nrtsp://host/one\n")
     assert [item.path for item in find_items(["cameras.txt"])] == ["0", "1", "rtsp://host/one"]

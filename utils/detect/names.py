@@ -82,7 +82,11 @@ def find_items(sources: Sequence[str]) -> list[Item]:
     files = sorted(dict.fromkeys(file for word in words for file in _files(word)))
     kinds = {file: _kind(file) for file in files}
     if not any(kinds.values()):
-        raise ValueError(f"--source {' '.join(map(printable, sources))} has no file of a supported format ({FORMATS})")
+        below = [word for word in words if os.path.isdir(word) and any(entry.is_dir() for entry in os.scandir(word))]
+        hint = f"; folders in it are not searched, '{printable(below[0])}/**' takes them too" if below else ""
+        raise ValueError(
+            f"--source {' '.join(map(printable, sources))} has no file of a supported format ({FORMATS}){hint}"
+        )
     others = [file for file in files if not kinds[file] and _has_suffix(file, OTHER_SUFFIXES)]
     if others:
         logger.warning("%s ignored: suffix not supported (%s)", counted(len(others), "file"),
