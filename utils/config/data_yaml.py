@@ -21,7 +21,7 @@ from pathlib import Path
 
 import yaml
 
-from utils.system.files import printable, read_text, shown
+from utils.system.files import printable, read_text, shown, stand_in
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +120,8 @@ def read_yaml(path: str | Path, texts: dict | None = None) -> dict:
         text = read_text(path)
     except OSError as error:
         raise ValueError(f"{printable(path)}: cannot be read ({error.strerror})") from error
+    if kind := stand_in(text):
+        raise ValueError(f"{printable(path)} is {kind}")
     try:
         if _bracket_depth(text) > MAX_DEPTH:
             raise RecursionError

@@ -15,7 +15,7 @@ from PIL import Image
 from utils.data.images.reading import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from utils.data.labels.image_list import OTHER_IMAGE_SUFFIXES
 from utils.metrics.names import image_names
-from utils.system.files import counted, printable, read_text, split_lines
+from utils.system.files import counted, printable, read_text, split_lines, stand_in
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,10 @@ def _words(source):
         return [source]
     if not os.path.isfile(source):
         raise ValueError(f"--source {printable(source)} does not exist; a list has one source a line")
-    lines = [line.strip() for line in split_lines(read_text(source))]
+    text = read_text(source)
+    if kind := stand_in(text):
+        raise ValueError(f"--source {printable(source)} is {kind}")
+    lines = [line.strip() for line in split_lines(text)]
     lines = [line for line in lines if line and not line.startswith("#")]
     if not lines:
         raise ValueError(f"--source {printable(source)} is empty; a list has one source a line")

@@ -18,6 +18,10 @@ PROJECT_ROOT = Path(__file__).resolve().parents[2]
 OWN_TESTS = PROJECT_ROOT / "tests"  # its data sets are nobody's missing file
 
 # The long marks come first, because the UTF-32 mark begins with the UTF-16 mark.
+STAND_INS = (
+    (r"version https?://(git-lfs|hawser)\.github\.com", "a Git LFS pointer, fetch the file with git lfs pull"),
+    (r"<(!doctype html|html)\b", "a web page (HTML), the download failed"),
+)
 BYTE_ORDER_MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32"),
     (codecs.BOM_UTF32_BE, "utf-32"),
@@ -223,13 +227,22 @@ def read_text(path):
     return data.decode("utf-8", "surrogateescape").replace("\ufeff", "")
 
 
+def stand_in(text):
+    """What a text that came in place of the content of a file is, and what to do; empty if it is no such text."""
+    start = text[:200].lstrip().lower()
+    return next((kind for pattern, kind in STAND_INS if re.match(pattern, start)), "")
+
+
 def read_json(path):
     """The content of a JSON file that a person may have edited.
 
     Raises ValueError, which names the file, when it cannot be read, is no JSON, or has a key twice.
     """
     try:
-        return json.loads(read_text(path), object_pairs_hook=_unique_keys)
+        text = read_text(path)
+        if kind := stand_in(text):
+            raise ValueError(f"it is {kind}")
+        return json.loads(text, object_pairs_hook=_unique_keys)
     except OSError as error:
         raise ValueError(f"{printable(path)} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # the second for brackets that are nested too deeply

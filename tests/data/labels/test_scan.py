@@ -101,6 +101,14 @@ def test_a_folder_in_place_of_a_label_file(tmp_path):
     assert stems(scan_dataset(folder)) == ["a"]
 
 
+def test_a_label_file_that_was_not_fetched(tmp_path):
+    folder = make_dataset(tmp_path, {"a": BOX, "b": "version https://git-lfs.github.com/spec/v1\noid sha256:4\n"})
+    assert scan_dataset(folder).messages == [
+        "image dropped (1x): label file is a Git LFS pointer, fetch the file with git lfs pull: "
+        f"{tmp_path / 'labels/train/b.txt'}"
+    ]
+
+
 def test_a_label_file_that_is_a_link_to_nowhere(tmp_path):
     """As where the disk with the labels is not there: no background, also where the cache knows of no label."""
     folder = make_dataset(tmp_path, {"a": BOX, "b": None})
@@ -117,7 +125,10 @@ def test_a_label_file_that_is_a_link_to_nowhere(tmp_path):
 def test_nothing_usable_is_an_error_with_reasons(tmp_path):
     folder = make_dataset(tmp_path, {"a": BOX})
     (tmp_path / "images/train/a.jpg").write_bytes(b"<html>")
-    with pytest.raises(ValueError, match=r"none of the 1 images can be used.*not an image but a web page: .*a.jpg"):
+    with pytest.raises(
+        ValueError,
+        match=r"none of the 1 images can be used.*not an image but a web page .HTML., the download failed: .*a.jpg",
+    ):
         scan_dataset(folder)
 
 

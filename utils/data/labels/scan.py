@@ -30,7 +30,7 @@ from utils.data.labels.rows import (
 from utils.ops.polygons import Polygons
 from utils.system.children import forked_pool
 from utils.system.cores import usable_cores
-from utils.system.files import printable, read_text, split_lines
+from utils.system.files import printable, read_text, split_lines, stand_in
 from utils.system.progress import progress
 
 logger = logging.getLogger(__name__)
@@ -207,6 +207,8 @@ def _with_labels(label_file, size, forms):
         return _Record(MISSING, size, np.zeros((0, 5), np.float32), [], [], columns)
     except OSError as error:
         return _dropped(f"label file cannot be read ({error.strerror})", label_file)
+    if kind := stand_in(text):
+        return _dropped(f"label file is {kind}", label_file)
     rows, segments, notes = parse_label_text(text, label_file, forms, columns)
     if not len(rows) and notes:
         # an image whose objects cannot be read must not be trained as background
