@@ -52,7 +52,7 @@ def read_cfg(cfg, ch=3, nc=None, anchors=None):
         raise ValueError(f"{where} lacks {', '.join(missing)}; add it as in cfg/training/yolov7-tiny.yaml")
     content.setdefault("ch", ch)
     if nc and nc != content["nc"]:
-        logger.info("%s: %s classes instead of %s", where, nc, content["nc"])
+        logger.info("%s: %s class%s instead of %s", where, nc, "" if nc == 1 else "es", content["nc"])
         content["nc"] = nc
     if anchors:
         logger.info("%s: %s anchors per level instead of its own", where, anchors)

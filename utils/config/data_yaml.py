@@ -21,7 +21,7 @@ from pathlib import Path
 
 import yaml
 
-from utils.system.files import printable, read_text, shown, stand_in
+from utils.system.files import counted, printable, read_text, shown, stand_in
 
 logger = logging.getLogger(__name__)
 
@@ -220,7 +220,9 @@ def _classes(path, raw, single_cls):
     if nc is None or nc < 1:
         raise ValueError(f"{printable(path)}: nc must be a whole number of at least 1, found {shown(found)}")
     if nc != len(names):
-        raise ValueError(f"{printable(path)}: nc is {shown(nc)} but there are {len(names)} names; correct one of them")
+        raise ValueError(
+            f"{printable(path)}: nc is {shown(nc)} but names has {counted(len(names), 'entry', 'entries')}; correct one"
+        )
     return nc, names
 
 

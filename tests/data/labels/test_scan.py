@@ -175,7 +175,7 @@ def test_a_training_set_without_boxes(tmp_path):
     with pytest.raises(ValueError, match=r"no boxes in 2 label files, e\.g\. .*a\.txt; --allow-background"):
         check_has_boxes(empty.labels, empty.label_files)
     unlabelled = scan_dataset(make_dataset(tmp_path / "none", {"a": None}))
-    with pytest.raises(ValueError, match=r"no label files for 1 images, e\.g\. .*labels/train/a\.txt does not exist"):
+    with pytest.raises(ValueError, match=r"no label files for 1 image, e\.g\. .*labels/train/a\.txt does not exist"):
         check_has_boxes(unlabelled.labels, unlabelled.label_files)
     check_has_boxes([np.zeros((0, 5)), np.zeros((1, 5))], ["a.txt", "b.txt"])
 
@@ -190,7 +190,7 @@ def test_one_line_sums_up(tmp_path, caplog):
     with caplog.at_level("INFO"):
         scan_dataset(folder, "train: ")
     assert caplog.messages[0] == (
-        "train: 6 images, 3 objects, 1 of them empty, 1 without a label file, 1 dropped, 1 rows repaired, "
+        "train: 6 images, 3 objects, 1 of them empty, 1 without a label file, 1 dropped, 1 row repaired, "
         "2 rows dropped, file ignored"
     )
     reasons = ("labels missing", "no usable row", "sixth column", "repeats an earlier", "class is text", "suffix")
