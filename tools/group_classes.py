@@ -124,6 +124,7 @@ def main(opt):
     check_class_ids(scanned.labels, scanned.label_files, data.nc, data.names)
     counts, shapes = box_statistics(scanned, data.nc)
     content = describe(make_groups(counts, shapes, opt.heads, opt.by, opt.seed), counts, data.names, opt.by)
+    Path(opt.out).parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(opt.out, "w", encoding="utf-8") as file:
         file.write(f"# --head-config: the classes of {opt.data} by the {opt.by} of their boxes.\n")
         yaml.safe_dump(content, file, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)

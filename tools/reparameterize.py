@@ -89,6 +89,7 @@ def main(opt):
     twin = find_deploy_model(model, cfgs, images)
     for parameter in twin.parameters():
         parameter.requires_grad = False
+    path.parent.mkdir(parents=True, exist_ok=True)
     save({"model": twin.half(), "optimizer": None, "training_results": None, "epoch": -1}, path)
     worst = differences(attempt_load(opt.weights), attempt_load(path), images)
     said = f"{path}, largest differences of the two files, in half precision: {in_words(worst)}"
