@@ -103,7 +103,8 @@ def _load(path, where):
     if not path.is_file():
         raise ValueError(f"{where} does not exist; give the path of a YAML file, such as cfg/training/yolov7.yaml")
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        data = path.read_bytes()  # PowerShell's > writes UTF-16, with a mark
+        text = data.decode("utf-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig")
         if text.startswith("version https://git-lfs"):
             raise ValueError("it is a Git LFS pointer, fetch the file with git lfs pull")
         if max(accumulate((1 if b in "[{" else -1 for b in re.findall(r"[\[\]{}]", text)), initial=0)) > MAX_DEPTH:
