@@ -28,7 +28,7 @@ from utils.metrics.text_files import TextFiles
 from utils.plots.run import plot_study, wait_for_background
 from utils.run import entry
 from utils.system.distributed import select_device
-from utils.system.files import atomic_write, check_can_be_made, check_file, increment_path
+from utils.system.files import atomic_write, check_can_be_made, check_file, check_replaceable, counted, increment_path
 from utils.system.folder_lock import check_free, own
 
 logger = logging.getLogger("test")
@@ -61,8 +61,8 @@ def check_classes(model, weights, data, opt):
     """Raise ValueError when the detector knows another number of classes than the data set, warn of other names."""
     if len(model.names) != data.nc and not opt.single_cls:
         raise ValueError(
-            f"{weights[-1]} detects {len(model.names)} classes, but {opt.data} has {data.nc}; give the data yaml of "
-            "its training, or --single-cls"
+            f"{weights[-1]} detects {counted(len(model.names), 'class', 'classes')}, but {opt.data} has {data.nc}; "
+            "give the data yaml of its training, or --single-cls"
         )
     if not opt.single_cls:
         check_same_names(data, model.names, weights[-1], opt.strict_data, same_data=True)
@@ -157,7 +157,7 @@ def main(opt):
     data = load_data_yaml(opt.data, opt.single_cls, needed=(split,))
     check_can_be_made(opt.project)
     if opt.save_per_class_ap:
-        check_can_be_made(Path(opt.save_per_class_ap).parent, "--save-per-class-ap")
+        check_replaceable(opt.save_per_class_ap, "--save-per-class-ap", (".json",), [data.annotations or ""])
     if opt.exist_ok:
         check_free(Path(opt.project) / opt.name, "choose another --name or --project")
     opt.save_dir = ""

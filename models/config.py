@@ -52,7 +52,7 @@ def read_cfg(cfg, ch=3, nc=None, anchors=None):
         raise ValueError(f"{where} lacks {', '.join(missing)}; add it as in cfg/training/yolov7-tiny.yaml")
     content.setdefault("ch", ch)
     if nc and nc != content["nc"]:
-        logger.info("%s: %s classes instead of %s", where, nc, content["nc"])
+        logger.info("%s: %s class%s instead of %s", where, nc, "" if nc == 1 else "es", content["nc"])
         content["nc"] = nc
     if anchors:
         logger.info("%s: %s anchors per level instead of its own", where, anchors)
@@ -103,7 +103,10 @@ def _load(path, where):
     if not path.is_file():
         raise ValueError(f"{where} does not exist; give the path of a YAML file, such as cfg/training/yolov7.yaml")
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        data = path.read_bytes()  # PowerShell's > writes UTF-16, with a mark
+        text = data.decode("utf-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig")
+        if text.startswith("version https://git-lfs"):
+            raise ValueError("it is a Git LFS pointer, fetch the file with git lfs pull")
         if max(accumulate((1 if b in "[{" else -1 for b in re.findall(r"[\[\]{}]", text)), initial=0)) > MAX_DEPTH:
             raise ValueError("brackets nested too deeply")  # PyYAML would take seconds to find out
         return yaml.safe_load(text)

@@ -6,6 +6,7 @@ from torch import nn
 from models.yolo import Model
 from utils.engine.checkpoint_reader import check_finite, read_checkpoint, transfer
 from utils.head_config import of_model_yaml
+from utils.system.files import counted
 from utils.system.streams import quiet_loggers
 
 
@@ -63,7 +64,7 @@ def attempt_load(weights, map_location=None, fuse=True):
         return models[0]
     counts = {str(path): model.model[-1].nc for path, model in zip(paths, models, strict=True)}
     if len(set(counts.values())) > 1:
-        found = ", ".join(f"{path} has {nc} classes" for path, nc in counts.items())
+        found = ", ".join(f"{path} has {counted(nc, 'class', 'classes')}" for path, nc in counts.items())
         raise ValueError(f"{found}; an ensemble needs equal ones")
     ensemble = Ensemble(models)
     ensemble.names, ensemble.stride = models[-1].names, max((model.stride for model in models), key=torch.max)

@@ -133,7 +133,7 @@ def test_ensembles(weights, images, tmp_path):
 
 def test_an_ensemble_of_other_classes_is_refused(weights, images, tmp_path):
     other = write_weights(tmp_path / "other.pt", nc=1)
-    with pytest.raises(ValueError, match=r"best.pt has 2 classes, .*other.pt has 1 classes; an ensemble"):
+    with pytest.raises(ValueError, match=r"best.pt has 2 classes, .*other.pt has 1 class; an ensemble"):
         run(weights, images, tmp_path, "--weights", str(weights), str(other))
 
 

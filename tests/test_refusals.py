@@ -113,7 +113,7 @@ FILES = [
     ("cfg.yaml", {"head": [[[1, 4], 1, "Shortcut", []], [[2, 3, 4], 1, "IDetect", ["nc", "anchors"]]]},
      r"row 5 .* two inputs of equally many channels, not \[16, 32\]"),
     ("cfg.yaml", {"anchors": [[8, 8]]}, "3 levels need 3 equally long anchor lists"),
-    ("data.yaml", {"nc": 3}, "data.yaml: nc is 3 but there are 2 names"),
+    ("data.yaml", {"nc": 3}, "data.yaml: nc is 3 but names has 2 entries"),
     ("data.yaml", {"nc": "two"}, "data.yaml: nc must be a whole number of at least 1, found 'two'"),
     ("data.yaml", {"nc": 1, "names": ["red"]}, r"class ids must lie in 0..0 \(nc is 1: red\).* worst id is 1"),
     ("data.yaml", {"train": "images/none"}, "data.yaml: train: images/none does not exist. Tried: "),

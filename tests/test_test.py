@@ -1,6 +1,7 @@
 """test.py: scores agree with training's own validation, files, tasks, and what it refuses."""
 
 import json
+from pathlib import Path
 
 import cv2
 import numpy as np
@@ -142,6 +143,8 @@ def test_a_broken_annotation_file_keeps_our_own_score(trained, tmp_path, caplog)
         (("--task", "test"), "test"),
         (("--weights", "missing.pt"), "missing.pt"),
         (("--save-per-class-ap", __file__ + "/ap.json"), "is a file.*choose another --save-per-class-ap"),
+        (("--save-per-class-ap", __file__), "test_test.py is no .json file and would be lost"),
+        (("--save-per-class-ap", str(Path(__file__).parent)), "is a folder; give the name of a file"),
     ],
 )
 def test_refused_input(trained, tmp_path, flags, message):

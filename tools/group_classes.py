@@ -25,7 +25,7 @@ from utils.config.data_yaml import load_data_yaml
 from utils.data.labels.scan import check_class_ids, scan_dataset
 from utils.head_config import HeadConfig
 from utils.run import entry
-from utils.system.files import atomic_write
+from utils.system.files import atomic_write, check_replaceable
 
 logger = logging.getLogger("group_classes")
 
@@ -118,11 +118,13 @@ def describe(groups, counts, names, by):
 def main(opt):
     if opt.heads < 1:
         raise ValueError(f"--heads {opt.heads} has to be at least 1")
+    check_replaceable(opt.out, "--out", (".yaml", ".yml"), [opt.data])
     data = load_data_yaml(opt.data, needed=("train",))
     scanned = scan_dataset(data.train, "train: ", data.keypoints)
     check_class_ids(scanned.labels, scanned.label_files, data.nc, data.names)
     counts, shapes = box_statistics(scanned, data.nc)
     content = describe(make_groups(counts, shapes, opt.heads, opt.by, opt.seed), counts, data.names, opt.by)
+    Path(opt.out).parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(opt.out, "w", encoding="utf-8") as file:
         file.write(f"# --head-config: the classes of {opt.data} by the {opt.by} of their boxes.\n")
         yaml.safe_dump(content, file, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)

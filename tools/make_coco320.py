@@ -190,7 +190,7 @@ def make_coco(coco, out, side=320, fit="longer", names=(), workers=0):
         problems += make_split(split, content, out, side, fit, workers or usable_cores())
     write_data_yaml(out, classes)
     if problems:
-        raise ValueError(f"{counted(len(problems), 'image')} could not be made and are not in the lists: "
+        raise ValueError(f"{counted(len(problems), 'image')} could not be made (not in the lists): "
                          f"{listing(problems, '; ')}. Get them again, then the same command goes on")  # fmt: skip
     print(f"{printable(out)} is complete. Train with --data {printable(out / 'data.yaml')} --img {side}")
     print(folded(f"--fit {fit}: {FITS[fit]}"))

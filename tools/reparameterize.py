@@ -23,7 +23,7 @@ from utils.engine.checkpoint import save
 from utils.engine.checkpoint_reader import check_finite, read_checkpoint
 from utils.export.compare import batches, beyond_rounding, images_to_compare, in_words, largest_differences
 from utils.run import entry
-from utils.system.files import PROJECT_ROOT, check_file, folded
+from utils.system.files import PROJECT_ROOT, check_file, check_replaceable, folded
 from utils.system.streams import quiet_loggers
 
 logger = logging.getLogger("reparameterize")
@@ -80,14 +80,16 @@ def find_deploy_model(model, cfgs, images):
 
 
 def main(opt):
+    path = Path(opt.out or Path(opt.weights).with_stem(f"{Path(opt.weights).stem}_deploy"))
+    check_replaceable(path, "--out", (".pt",), [opt.weights])
     model = load_training_model(opt.weights)
     images, shown = images_to_compare(opt.source)
     logger.info("Compared on random numbers and %s", shown)
     cfgs = [check_file(opt.cfg, (".yaml", ".yml"))] if opt.cfg else candidates(model)
     twin = find_deploy_model(model, cfgs, images)
-    path = Path(opt.out or Path(opt.weights).with_stem(f"{Path(opt.weights).stem}_deploy"))
     for parameter in twin.parameters():
         parameter.requires_grad = False
+    path.parent.mkdir(parents=True, exist_ok=True)
     save({"model": twin.half(), "optimizer": None, "training_results": None, "epoch": -1}, path)
     worst = differences(attempt_load(opt.weights), attempt_load(path), images)
     said = f"{path}, largest differences of the two files, in half precision: {in_words(worst)}"

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.approval.setup import Failed, NotMeasured, draw_shapes, expect, make_check
 from tools.experiments import command_line, runner
 from tools.experiments.runner import LOSS, MAP50
+from tools.make_shapes import STAMP
 from utils.config.limits import SIDE
 from utils.engine.checkpoint_reader import read_checkpoint
 from utils.run import entry
@@ -31,6 +32,7 @@ from utils.system.folder_lock import NAME as LOCK
 NUM_TRAIN, NUM_VAL = 80, 20
 LIMIT = 1800  # seconds for a run
 OVERFIT_MAP = 0.9  # mAP@.5 on ten memorised images
+OWN_NAMES = {"shapes", "shapes.yaml", "train", "test", "resume", "overfit", "amp_fp16", "amp_off"}  # in --out
 VERDICTS = {"passed": "PASS", "failed": "FAIL", "not measured": "SKIP"}
 
 
@@ -109,6 +111,11 @@ def clear(out):
     kept = [place for place in (Path.cwd(), PROJECT_ROOT, Path.home()) if place.resolve().is_relative_to(out)]
     if kept:
         raise ValueError(f"--out {out} holds {kept[0]}, and would be emptied; choose another --out")
+    names = {path.name for path in out.iterdir()} - {LOCK} if out.is_dir() else set()
+    if names and not (names <= OWN_NAMES and ("shapes.yaml" in names or (out / "shapes" / STAMP).is_file())):
+        raise ValueError(
+            f"--out {out} is no folder of an earlier smoke test, and would be emptied; choose another --out"
+        )
     command_line.open_folder(out, "--out")
     for path in out.iterdir():
         if path.is_dir() and not path.is_symlink():

@@ -153,12 +153,12 @@ def test_spellings_of_the_same_classes(here, text):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nc: 3\nnames: [red, green]", "nc is 3 but there are 2 names"),
-        ("nc: 1\nnames: {0: red, 1: green}", "nc is 1 but there are 2 names"),
+        ("nc: 3\nnames: [red, green]", "nc is 3 but names has 2 entries"),
+        ("nc: 1\nnames: {0: red, 1: green}", "nc is 1 but names has 2 entries"),
         ("names: {0: red, 2: green}", r"without gaps; missing: 1"),
         ("names: {1: red, 2: green}", r"run from 0 without gaps; missing: 0"),
-        ("names: {red: 0}", "the keys of names must be numbers"),
-        ("names: {0.5: red}", "the keys of names must be numbers"),
+        ("names: {red: 0}", "the keys of names must be numbers, found 'red'; write 0: NAME, 1: NAME"),
+        ("names: {0.5: red}", r"the keys of names must be numbers, found 0\.5"),
         ("nc: 2", "names must be a list of class names, found None"),
         ("names: red", "names must be a list of class names, found 'red'"),
         ("names: []", "names must be a list"),
@@ -168,7 +168,7 @@ def test_spellings_of_the_same_classes(here, text):
         ("nc: 0\nnames: [red]", "nc must be a whole number"),
         ("nc: -1\nnames: [red]", "nc must be a whole number"),
         ("nc: '\u00b2'\nnames: [red, green]", "nc must be a whole number"),  # a digit, but no number
-        (f"nc: {10**400}\nnames: [red]", r"nc is 1000+\.\.\. but there are 1 names"),  # more than a float can hold
+        (f"nc: {10**400}\nnames: [red]", r"nc is 1000+\.\.\. but names has 1 entry"),  # more than a float can hold
         ("nc: 0x" + "f" * 5000 + "\nnames: [red]", "nc is a number of more than 4300 digits but"),
         ("names: {0: red, '0': blue, 1: green}", "two keys of names are the same number"),
     ],

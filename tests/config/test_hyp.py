@@ -49,6 +49,13 @@ def test_unknown_keys_are_kept_and_named(tmp_path, caplog):
     assert len(caplog.records) == 1 and "hyp.yaml has keys that nothing here reads: kobj, note" in caplog.text
 
 
+def test_another_yaml_is_no_file_of_hyper_parameters(tmp_path):
+    """A data yaml in its place would be trained with nothing but defaults."""
+    with pytest.raises(ValueError, match=r"hyp.yaml has none of the hyper-parameters .* but train, nc"):
+        load_hyp(write(tmp_path, "train: images/train\nnc: 2\n"))
+    assert load_hyp(write(tmp_path, "{}")) == DEFAULTS
+
+
 def test_defaults_are_those_of_the_p5_file_without_augmentation():
     p5 = yaml.safe_load((DATA / "hyp.scratch.p5.yaml").read_text())
     assert {key: value for key, value in DEFAULTS.items() if key not in AUGMENTATIONS} == {

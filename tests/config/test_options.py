@@ -330,6 +330,10 @@ def test_unknown_keys_are_named_once_and_dropped(tmp_path, caplog):
         ("epochs: 2.5", "epochs has to be a whole number, not 2.5"),
         ("epochs: 0", "epochs 0 is too small: it has to be at least 1"),
         (f"epochs: {10**30}", "epochs 10+ is too large for 64 bits"),
+        (
+            "batch_size: 8\nworld_size: 2\ntotal_batch_size: 8",
+            "batch_size 8 for each of 2 .* is not total_batch_size 8",
+        ),
         ("total_batch_size: null", "total_batch_size has to be a number, not None"),
         ("total_batch_size: [8]", r"total_batch_size has to be a number, not \[8\]"),
         ("label_smoothing: .nan", "label_smoothing nan is not usable"),

@@ -111,18 +111,22 @@ def test_made_once(folder, monkeypatch):
     open_set(folder)
 
 
-@pytest.mark.parametrize("change", ["image", "cut off"])
-def test_made_anew_when_something_changed(change, folder):
+@pytest.mark.parametrize("change", ["image", "cut off", "not copied in whole", "damaged"])
+def test_made_anew_when_something_changed(change, folder, caplog):
     dataset = open_set(folder)
     (path,) = files(folder)
     if change == "image":
         image = dataset.img_files[3]
         cv2.imwrite(image, 255 - cv2.imread(image))
         os.utime(image, ns=(1, 1))
-    else:
+    elif change == "cut off":
         os.truncate(path, 100)
+    else:  # of the right size still
+        size, kept = path.stat().st_size, path.read_bytes()[:-5000] if change == "not copied in whole" else b""
+        path.write_bytes(kept.ljust(size, b"\0"))
     del dataset
     cached, plain = open_set(folder), open_set(folder, cache=False)
+    assert ("does not hold what the images give" in caplog.text) == (change in ("not copied in whole", "damaged"))
     assert all(np.array_equal(load_image(cached, i)[0], load_image(plain, i)[0]) for i in range(12))
 
 

@@ -38,6 +38,23 @@ def test_items(folder, sources, expected):
     assert names(find_items(sources)) == expected
 
 
+def test_formats_that_are_not_read_are_said(folder, caplog):
+    for name in ("deep/d.jp2", "deep/E.HEIC", "deep/f.webm", "deep/notes.md"):
+        (folder / name).touch()
+    assert names(find_items(["deep"])) == [("image", "b"), ("image", "c")]
+    assert [record.getMessage() for record in caplog.records] == [
+        "3 files ignored: suffix not supported (deep/E.HEIC, deep/d.jp2, deep/f.webm)"
+    ]
+
+
+def test_a_folder_of_folders(folder):
+    (folder / "outer").mkdir()
+    (folder / "deep").rename(folder / "outer" / "deep")
+    with pytest.raises(ValueError, match=r"folders in it are not searched, 'outer/\*\*' takes them too"):
+        find_items(["outer"])
+    assert names(find_items(["outer/**"])) == [("image", "b"), ("image", "c")]
+
+
 def test_lists_of_streams_and_of_files(folder):
     (folder / "cameras.txt").write_text("# two\n0\n\n1\r\nrtsp://host/one\n")
     assert [item.path for item in find_items(["cameras.txt"])] == ["0", "1", "rtsp://host/one"]

@@ -145,3 +145,10 @@ def test_odd_images_are_prepared(shape):
 ])  # fmt: skip
 def test_folders_of_classes_stay_inside(name, folder):
     assert folder_name(name) == folder and os.path.basename(folder) == folder
+
+
+@pytest.mark.parametrize("name", ["a.jpg", "a.mp4", "a.gif"])
+def test_a_file_that_was_not_fetched(name, tmp_path):
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12\n")
+    found, faults = read(tmp_path / name)
+    assert not found and len(faults) == 1 and "a Git LFS pointer, fetch the file with git lfs pull" in faults[0]

@@ -189,7 +189,7 @@ def test_encodings(tmp_path, caplog, encoding):
         (b"[]", "one object with images, annotations and categories is wanted"),
         (b"null", "one object with"),
         (b'{"images": [', "line 1: Expecting value"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "line 1: Expecting value"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "it is a Git LFS pointer, fetch the file with git lfs pull"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"images": ' + b"1" * 5000 + b"}", "digits"),
     ],

@@ -180,6 +180,17 @@ def test_yaml_that_breaks_its_reader(tmp_path, text, message):
         read_cfg(write(tmp_path, text))
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-be"])
+def test_encodings_that_windows_writes(encoding, tmp_path):
+    text = "\ufeff" + STOCK_STYLE if encoding == "utf-16-be" else STOCK_STYLE
+    path = tmp_path / "windows.yaml"
+    path.write_bytes(text.encode(encoding))
+    assert read_cfg(path) == read_cfg(write(tmp_path, STOCK_STYLE))
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12\n")
+    with pytest.raises(ValueError, match="windows.yaml .* it is a Git LFS pointer, fetch the file with git lfs pull"):
+        read_cfg(path)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [("nc", 10**6, "nc must be the number of classes, not 1000000"), ("anchors", 10**30, "anchors must be"),

@@ -195,24 +195,23 @@ def test_finished_run(prepare):
     with pytest.raises(NothingToDo, match="finished its 3 epochs"):
         prepare("--resume --epochs 3")
     assert prepare("--resume --epochs 6").epochs == 6
+    last = old_run("other", epoch=None)
+    with pytest.raises(NothingToDo, match="holds no training state"):
+        prepare(f"--resume {last}")
 
 
 def test_stripped_run_goes_on_from_its_full_state(prepare):
     last = old_run(epoch=-1, optimizer=None)
     with pytest.raises(NothingToDo, match="last.pt is finished and holds no training state: start a new run with"):
         prepare("--resume")
+    with pytest.raises(ValueError, match="holds no training state, which --epochs 8 needs: put last_full.pt back"):
+        prepare("--resume --epochs 8")
     full = checkpoint(last.with_name("last_full.pt"), 4)
     os.utime(last)
     with pytest.raises(NothingToDo, match="finished its 5 epochs"):
         prepare(f"--resume {last}")
     for how in (last, last.with_name("last_full.pt"), ""):
         assert Path(prepare(f"--resume {how} --epochs 8").weights).samefile(full)
-
-
-def test_file_without_an_epoch(prepare):
-    old_run(epoch=None)
-    with pytest.raises(NothingToDo, match="holds no training state"):
-        prepare("--resume")
 
 
 def test_moved_run(prepare):

@@ -4,6 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from utils.config.data_yaml import read_yaml
+from utils.data.labels.image_list import find_images
+from utils.detect.names import find_items
+from utils.metrics.coco_annotations import read_annotations
 from utils.system import files
 
 
@@ -199,3 +203,20 @@ def test_words_for_messages():
     assert files.cause_of(error) == "No space left on device"
     assert files.cause_of(error, with_file=True) == "a/last.pt: No space left on device"
     assert files.cause_of(KeyError()) == "KeyError" and files.cause_of(OSError("odd"), with_file=True) == "odd"
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12\n", "a Git LFS pointer, fetch the file"),
+    ("\n <!DOCTYPE html>\n<html><title>404</title></html>", r"a web page \(HTML\), the download failed"),
+])  # fmt: skip
+def test_what_came_in_place_of_a_file(text, said, tmp_path):
+    """Every text that a person names says so, rather than what is wrong with its first line."""
+    names = {suffix: tmp_path / f"file.{suffix}" for suffix in ("yaml", "json", "txt")}
+    for path in names.values():
+        path.write_text(text)
+    for read in (lambda: read_yaml(names["yaml"]), lambda: files.read_json(names["json"]),
+                 lambda: find_images(names["txt"]), lambda: find_items([str(names["txt"])]),
+                 lambda: read_annotations(names["json"])):  # fmt: skip
+        with pytest.raises(ValueError, match=rf"file\.\w+ is .*{said}"):
+            read()
+    assert files.stand_in("train: images\n") == files.stand_in("") == ""

@@ -50,8 +50,16 @@ def test_too_few_classes():
 
 @pytest.mark.parametrize("by", ["shape", "count"])
 def test_the_file_is_a_head_configuration(by, tmp_path):
-    data, out = make_data(tmp_path), tmp_path / "heads.yaml"
+    data, out = make_data(tmp_path), tmp_path / "new" / "heads.yaml"
     tool.main(tool.parser().parse_args(["--data", str(data), "--heads", "2", "--by", by, "--out", str(out)]))
     config = HeadConfig(out)
     assert sorted(config.head_classes) == [[0], [1]] and config.grouping == f"by {by}"
     assert sorted(config.head_names) == ["green", "red"]
+
+
+def test_the_data_yaml_is_not_written_over(tmp_path):
+    data = make_data(tmp_path)
+    text = data.read_text()
+    with pytest.raises(ValueError, match="--out .*data.yaml is read by this command and would be lost"):
+        tool.main(tool.parser().parse_args(["--data", str(data), "--heads", "2", "--out", str(data)]))
+    assert data.read_text() == text

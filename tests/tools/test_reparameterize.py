@@ -45,6 +45,8 @@ def test_tiny_with_its_own_classes(tmp_path, caplog):
     assert difference[..., 4:].max() < 5e-3, "both files are rounded to half precision"
     with pytest.raises(ValueError, match="best_deploy.pt is in deploy form already"):
         run(tmp_path / "best_deploy.pt")
+    with pytest.raises(ValueError, match="--out .*best.pt is read by this command and would be lost"):
+        run(path, "--out", str(path))
 
 
 @pytest.mark.parametrize(("rows", "levels", "inputs", "names"), [

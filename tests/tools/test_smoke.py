@@ -49,9 +49,16 @@ def test_only_a_folder_of_its_own_is_emptied(tmp_path, monkeypatch):
     (out / "train").mkdir(parents=True)
     (out / "train" / "last.pt").write_text("")
     (out / "shapes.yaml").write_text("")
-    (out / "link").symlink_to(tmp_path)
+    (out / "test").symlink_to(tmp_path)
     smoke.clear(out)
     assert [path.name for path in out.iterdir()] == [smoke.LOCK] and tmp_path.is_dir()
+    smoke.clear(out)
+    for stranger, entries in (("images", ("train", "test")), ("config", ("shapes.yaml", "mine.yaml"))):
+        for entry in entries:
+            (tmp_path / stranger / entry).mkdir(parents=True)
+        with pytest.raises(ValueError, match="is no folder of an earlier smoke test, and would be emptied"):
+            smoke.clear(tmp_path / stranger)
+        assert all((tmp_path / stranger / entry).is_dir() for entry in entries)
     monkeypatch.chdir(out)
     for place in (out, tmp_path, smoke.PROJECT_ROOT, smoke.PROJECT_ROOT.parent):
         with pytest.raises(ValueError, match="would be emptied; choose another --out"):

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import yaml
 
-from utils.system.files import printable, read_text, shown
+from utils.system.files import counted, printable, read_text, shown, stand_in
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +118,8 @@ def read_yaml(path: str | Path, texts: dict | None = None) -> dict:
         text = read_text(path)
     except OSError as error:
         raise ValueError(f"{printable(path)}: cannot be read ({error.strerror})") from error
+    if kind := stand_in(text):
+        raise ValueError(f"{printable(path)} is {kind}")
     try:
         if _bracket_depth(text) > MAX_DEPTH:
             raise RecursionError
@@ -216,7 +218,9 @@ def _classes(path, raw, single_cls):
     if nc is None or nc < 1:
         raise ValueError(f"{printable(path)}: nc must be a whole number of at least 1, found {shown(found)}")
     if nc != len(names):
-        raise ValueError(f"{printable(path)}: nc is {shown(nc)} but there are {len(names)} names; correct one of them")
+        raise ValueError(
+            f"{printable(path)}: nc is {shown(nc)} but names has {counted(len(names), 'entry', 'entries')}; correct one"
+        )
     return nc, names
 
 
@@ -232,11 +236,14 @@ def _whole_number(value):
 def _names(path, names):
     """Class names as a list of strings, from a list or from a dict with the keys 0, 1, 2, ..."""
     if isinstance(names, dict):
-        try:
-            by_id = {_class_id(key): name for key, name in names.items()}
-        except (TypeError, ValueError) as error:
-            why = shown(str(error))[1:-1]
-            raise ValueError(f"{printable(path)}: the keys of names must be numbers, {why}") from error
+        by_id = {}
+        for key, name in names.items():
+            try:
+                by_id[_class_id(key)] = name
+            except (TypeError, ValueError) as error:
+                raise ValueError(
+                    f"{printable(path)}: the keys of names must be numbers, found {shown(key)}; write 0: NAME, 1: NAME"
+                ) from error
         if len(by_id) < len(names):
             raise ValueError(f"{printable(path)}: two keys of names are the same number, with and without quotes")
         missing = sorted(set(range(len(names))) - set(by_id))

@@ -78,6 +78,9 @@ def load_hyp(path: str | Path) -> dict:
     """
     hyp = read_yaml(path)
     where = printable(path)
+    if hyp and not any(key in HYPER_PARAMETERS for key in hyp):  # a data yaml or the like, trained with defaults
+        raise ValueError(f"{where} has none of the hyper-parameters (lr0, box, mosaic, ...) but {_listing(hyp)}; "
+                         "give a file such as data/hyp.scratch.tiny.yaml")  # fmt: skip
     for key in HYPER_PARAMETERS:
         if key in hyp:
             hyp[key] = checked(key, hyp[key], f"{where}: {key}")

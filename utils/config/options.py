@@ -266,4 +266,8 @@ def read_options(path: str | Path) -> tuple[argparse.Namespace, dict]:
         TRAIN_FLAGS["batch_size"].check(options["batch_size"], f"{path}: total_batch_size")
         if options["batch_size"] == 0:
             raise ValueError(f"{path}: total_batch_size 0 is too small: it has to be at least 1")
+        share, processes, total = stored.get("batch_size"), runtime.get("world_size"), options["batch_size"]
+        if isinstance(share, int) and isinstance(processes, int) and total not in (-1, share * processes):
+            raise ValueError(f"{path}: batch_size {share} for each of {processes} (world_size) is not total_batch_size "
+                             f"{total}, which counts; correct them")  # fmt: skip
     return argparse.Namespace(**options), runtime

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 FORMAT_VERSION = 1  # raise it whenever the pixels of the same image change
 PORTION = 16  # images that a thread reads at a time
 FEWEST_THREADS = 8  # that read: a disk may be slow where cores are few
+SAMPLES = 16  # images of a cache file that are compared before it is used
 ATTEMPTS = 5  # at a file that is gone, or cannot be mapped, as soon as it is written
 RESERVE = 100e6  # bytes that stay free on the disk
 ADVICE = "--cache-images disk needs none; a smaller --img-size, or no --cache-images, needs less"
@@ -71,7 +72,10 @@ def use_disk_cache(dataset, prefix=""):
     path = _location(dataset, f"version {FORMAT_VERSION}, {dataset.img_size} px, augment {dataset.augment}")
     for _ in range(ATTEMPTS):  # again if another run, making its own, removed it meanwhile
         if (pixels := _mapped(path, num_bytes)) is not None:
-            break
+            if _holds_images(dataset, views(pixels, shapes, ends)):
+                break
+            logger.warning("%s%s does not hold what the images give: it is damaged, not copied in whole, or of another "
+                           "version of OpenCV; it is written again", prefix, printable(path))  # fmt: skip
         _make(dataset, path, shapes, ends, prefix)
     else:
         raise ValueError(
@@ -113,6 +117,14 @@ def _mapped(path, num_bytes):
             return np.memmap(file, np.uint8, mode="r") if is_complete else None
     except OSError:
         return None
+
+
+def _holds_images(dataset, cached):
+    """Whether the cached pixels are those of the images, by a few of them, the last one too."""
+    chosen = sorted({*range(0, dataset.n, max(dataset.n // SAMPLES, 1)), dataset.n - 1})
+    with ThreadPoolExecutor(FEWEST_THREADS) as pool:
+        read = pool.map(lambda i: load_scanned(dataset, i, cached[i].shape[:2]), chosen)
+        return all(np.array_equal(image, cached[i]) for i, image in zip(chosen, read, strict=True))
 
 
 def _remove_unused(folder, family):

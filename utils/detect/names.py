@@ -1,6 +1,7 @@
 """What the words behind --source mean, and by which names the results tell the sources apart."""
 
 import glob
+import logging
 import os
 import re
 import urllib.parse
@@ -12,11 +13,15 @@ import numpy as np
 from PIL import Image
 
 from utils.data.images.reading import IMAGE_SUFFIXES, VIDEO_SUFFIXES
+from utils.data.labels.image_list import OTHER_IMAGE_SUFFIXES
 from utils.metrics.names import image_names
-from utils.system.files import printable, read_text, split_lines
+from utils.system.files import counted, printable, read_text, split_lines, stand_in
+
+logger = logging.getLogger(__name__)
 
 STREAM_SCHEMES = ("rtsp://", "rtmp://", "http://", "https://")
 END_BYTES = 64  # of a GIF, in which its end mark is; zeros may follow
+OTHER_SUFFIXES = (*OTHER_IMAGE_SUFFIXES, "3gp", "asf", "flv", "m2ts", "mts", "ogv", "vob", "webm")
 LONGEST_NAME = 100  # letters of the name of a stream, to which results add theirs; signed addresses are longer
 NOTHING = np.empty((0, 0, 3), np.uint8)
 FORMATS = f"images {', '.join((*IMAGE_SUFFIXES, 'gif'))}; videos {', '.join(VIDEO_SUFFIXES)}"
@@ -77,7 +82,15 @@ def find_items(sources: Sequence[str]) -> list[Item]:
     files = sorted(dict.fromkeys(file for word in words for file in _files(word)))
     kinds = {file: _kind(file) for file in files}
     if not any(kinds.values()):
-        raise ValueError(f"--source {' '.join(map(printable, sources))} has no file of a supported format ({FORMATS})")
+        below = [word for word in words if os.path.isdir(word) and any(entry.is_dir() for entry in os.scandir(word))]
+        hint = f"; folders in it are not searched, '{printable(below[0])}/**' takes them too" if below else ""
+        raise ValueError(
+            f"--source {' '.join(map(printable, sources))} has no file of a supported format ({FORMATS}){hint}"
+        )
+    others = [file for file in files if not kinds[file] and _has_suffix(file, OTHER_SUFFIXES)]
+    if others:
+        logger.warning("%s ignored: suffix not supported (%s)", counted(len(others), "file"),
+                       f"{', '.join(map(printable, others[:5]))}{', ...' if others[5:] else ''}")  # fmt: skip
     items = [Item(file, kind, printable(file)) for kind in ("image", "video") for file in files if kinds[file] == kind]
     names = image_names([item.path for item in items])
     taken = set(names.values())
@@ -94,7 +107,10 @@ def _words(source):
         return [source]
     if not os.path.isfile(source):
         raise ValueError(f"--source {printable(source)} does not exist; a list has one source a line")
-    lines = [line.strip() for line in split_lines(read_text(source))]
+    text = read_text(source)
+    if kind := stand_in(text):
+        raise ValueError(f"--source {printable(source)} is {kind}")
+    lines = [line.strip() for line in split_lines(text)]
     lines = [line for line in lines if line and not line.startswith("#")]
     if not lines:
         raise ValueError(f"--source {printable(source)} is empty; a list has one source a line")

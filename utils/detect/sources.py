@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import repeat, takewhile
+from pathlib import Path
 
 import cv2
 import numpy as np
@@ -15,7 +16,7 @@ from utils.data.images.reading import check_jpeg_end, read_image
 from utils.data.stream import opencv_path
 from utils.data.transforms import letterbox
 from utils.detect.names import Frame, Item, gif_is_complete
-from utils.system.files import cause_of
+from utils.system.files import cause_of, stand_in
 
 AHEAD = 16  # frames that are decoded before they are asked for, beyond a batch
 WAITING = 4  # batches that may come before a frame that waits for others of its shape
@@ -80,6 +81,10 @@ class FileSource:
         except (ValueError, MemoryError, cv2.error) as error:
             reason = f" ({cause_of(error)})"
         read = previous.number if previous else 0
+        if not read and os.path.isfile(item.path):
+            with Path(item.path).open("rb") as file:
+                kind = stand_in(file.read(256).decode("latin-1"))
+            reason = f" ({kind})" if kind else reason
         if previous is not None:
             previous.is_last = read >= COMPLETE * item.num_frames and not reason
             yield previous

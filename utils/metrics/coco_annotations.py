@@ -13,7 +13,7 @@ import re
 from collections import Counter, defaultdict
 from pathlib import Path
 
-from utils.system.files import printable, read_text, shown
+from utils.system.files import printable, read_text, shown, stand_in
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,8 @@ def _parse(path):
     text = read_text(path)
     if not text.strip():
         raise ValueError("it is empty")
+    if kind := stand_in(text):
+        raise ValueError(f"it is {kind}")
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:

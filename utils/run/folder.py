@@ -131,7 +131,7 @@ def resumed_options(opt: Namespace, ranks: Ranks, is_restart: bool = False) -> N
     old, started = read_options(run / "opt.yaml")
     if old.evolve:
         raise ValueError(f"{run / 'opt.yaml'}: evolve has to be 0: a search goes on with --evolve, not with --resume")
-    typed = explicit_options(train_parser())
+    typed, asked = explicit_options(train_parser()), old.epochs
     ignored = sorted(name for name in typed if TRAIN_FLAGS[name].resume == KEPT)
     if ignored and not is_restart:
         logger.warning("--resume keeps the options of %s; ignored: %s", below(run, here), ", ".join(ignored))
@@ -139,6 +139,9 @@ def resumed_options(opt: Namespace, ranks: Ranks, is_restart: bool = False) -> N
 
     if checkpoint.optimizer is None or checkpoint.epoch is None:
         found = below(last, here)
+        if old.epochs > asked:  # more is wanted than this file can do
+            raise ValueError(f"{found} is finished and holds no training state, which --epochs {old.epochs} needs: put "
+                             f"last_full.pt back beside it, or start a new run with --weights {found}")  # fmt: skip
         raise NothingToDo(f"{found} is finished and holds no training state: start a new run with --weights {found}")
     _refuse_finished(checkpoint, old, below(run, here))
     old.resume = True

@@ -18,6 +18,10 @@ PROJECT_ROOT = Path(__file__).resolve().parents[2]
 OWN_TESTS = PROJECT_ROOT / "tests"  # its data sets are nobody's missing file
 
 # The long marks come first, because the UTF-32 mark begins with the UTF-16 mark.
+STAND_INS = (
+    (r"version https?://(git-lfs|hawser)\.github\.com", "a Git LFS pointer, fetch the file with git lfs pull"),
+    (r"<(!doctype html|html)\b", "a web page (HTML), the download failed"),
+)
 BYTE_ORDER_MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32"),
     (codecs.BOM_UTF32_BE, "utf-32"),
@@ -101,6 +105,26 @@ def check_can_be_made(folder, option="--project"):
         why = "cannot be written to" if existing.is_dir() else "is a file"
         raise ValueError(f"no run folder can be made in {printable(folder)} ({printable(existing)} {why}); "
                          f"choose another {option}")  # fmt: skip
+
+
+def check_replaceable(file, option, suffixes, inputs=()):
+    """Raise ValueError when writing the one file that `option` names would cost another one; nothing is made.
+
+    A file that is there is written over only if its suffix is one of `suffixes` (with the dot) and the command does not
+    read it as one of `inputs`.
+    """
+    file = Path(file)
+    check_can_be_made(file.parent, option)
+    if file.is_dir():
+        raise ValueError(f"{option} {printable(file)} is a folder; give the name of a file")
+    if any(os.path.exists(place) and file.exists() and file.samefile(place) for place in inputs):
+        raise ValueError(
+            f"{option} {printable(file)} is read by this command and would be lost; choose another {option}"
+        )
+    if file.exists() and file.suffix.lower() not in suffixes:
+        raise ValueError(
+            f"{option} {printable(file)} is no {suffixes[0]} file and would be lost; choose another {option}"
+        )
 
 
 def _make_next_free(path):
@@ -203,13 +227,22 @@ def read_text(path):
     return data.decode("utf-8", "surrogateescape").replace("\ufeff", "")
 
 
+def stand_in(text):
+    """What a text that came in place of the content of a file is, and what to do; empty if it is no such text."""
+    start = text[:200].lstrip().lower()
+    return next((kind for pattern, kind in STAND_INS if re.match(pattern, start)), "")
+
+
 def read_json(path):
     """The content of a JSON file that a person may have edited.
 
     Raises ValueError, which names the file, when it cannot be read, is no JSON, or has a key twice.
     """
     try:
-        return json.loads(read_text(path), object_pairs_hook=_unique_keys)
+        text = read_text(path)
+        if kind := stand_in(text):
+            raise ValueError(f"it is {kind}")
+        return json.loads(text, object_pairs_hook=_unique_keys)
     except OSError as error:
         raise ValueError(f"{printable(path)} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # the second for brackets that are nested too deeply

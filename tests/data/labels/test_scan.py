@@ -101,10 +101,34 @@ def test_a_folder_in_place_of_a_label_file(tmp_path):
     assert stems(scan_dataset(folder)) == ["a"]
 
 
+def test_a_label_file_that_was_not_fetched(tmp_path):
+    folder = make_dataset(tmp_path, {"a": BOX, "b": "version https://git-lfs.github.com/spec/v1\noid sha256:4\n"})
+    assert scan_dataset(folder).messages == [
+        "image dropped (1x): label file is a Git LFS pointer, fetch the file with git lfs pull: "
+        f"{tmp_path / 'labels/train/b.txt'}"
+    ]
+
+
+def test_a_label_file_that_is_a_link_to_nowhere(tmp_path):
+    """As where the disk with the labels is not there: no background, also where the cache knows of no label."""
+    folder = make_dataset(tmp_path, {"a": BOX, "b": None})
+    assert stems(scan_dataset(folder)) == ["a", "b"]
+    label = tmp_path / "labels/train/b.txt"
+    label.symlink_to(tmp_path / "away.txt")
+    scanned = scan_dataset(folder)
+    assert stems(scanned) == ["a"]
+    assert scanned.messages == [f"image dropped (1x): label file is a link that leads nowhere: {label}"]
+    (tmp_path / "away.txt").write_text(BOX)
+    assert stems(scan_dataset(folder)) == ["a", "b"]
+
+
 def test_nothing_usable_is_an_error_with_reasons(tmp_path):
     folder = make_dataset(tmp_path, {"a": BOX})
     (tmp_path / "images/train/a.jpg").write_bytes(b"<html>")
-    with pytest.raises(ValueError, match=r"none of the 1 images can be used.*not an image but a web page: .*a.jpg"):
+    with pytest.raises(
+        ValueError,
+        match=r"none of the 1 images can be used.*not an image but a web page .HTML., the download failed: .*a.jpg",
+    ):
         scan_dataset(folder)
 
 
@@ -151,7 +175,7 @@ def test_a_training_set_without_boxes(tmp_path):
     with pytest.raises(ValueError, match=r"no boxes in 2 label files, e\.g\. .*a\.txt; --allow-background"):
         check_has_boxes(empty.labels, empty.label_files)
     unlabelled = scan_dataset(make_dataset(tmp_path / "none", {"a": None}))
-    with pytest.raises(ValueError, match=r"no label files for 1 images, e\.g\. .*labels/train/a\.txt does not exist"):
+    with pytest.raises(ValueError, match=r"no label files for 1 image, e\.g\. .*labels/train/a\.txt does not exist"):
         check_has_boxes(unlabelled.labels, unlabelled.label_files)
     check_has_boxes([np.zeros((0, 5)), np.zeros((1, 5))], ["a.txt", "b.txt"])
 
@@ -166,7 +190,7 @@ def test_one_line_sums_up(tmp_path, caplog):
     with caplog.at_level("INFO"):
         scan_dataset(folder, "train: ")
     assert caplog.messages[0] == (
-        "train: 6 images, 3 objects, 1 of them empty, 1 without a label file, 1 dropped, 1 rows repaired, "
+        "train: 6 images, 3 objects, 1 of them empty, 1 without a label file, 1 dropped, 1 row repaired, "
         "2 rows dropped, file ignored"
     )
     reasons = ("labels missing", "no usable row", "sixth column", "repeats an earlier", "class is text", "suffix")

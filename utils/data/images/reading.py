@@ -23,7 +23,7 @@ import numpy as np
 from PIL import Image, ImageOps, TiffImagePlugin
 
 from utils.data.images.exif import ORIENTATION, TIFF_MAGIC, read_orientation, turn, upright
-from utils.system.files import printable
+from utils.system.files import printable, stand_in
 
 logging.getLogger("PIL.TiffImagePlugin").setLevel(logging.CRITICAL)  # what is wrong with a file is said here
 
@@ -34,9 +34,8 @@ READABLE_FORMATS = ("BMP", "JPEG", "PNG", "TIFF", "WEBP", "MPO")  # by content, 
 MIN_SIDE = 10  # pixels
 MAX_BANDS = 4  # of a TIFF
 FIRST_BYTES = {  # in small letters; for messages
-    b"<svg": "an SVG drawing", b"<?xml": "an XML file (an SVG drawing?)", b"<!doctype html": "a web page",
-    b"<html": "a web page", b"version https://git-lfs": "a Git LFS pointer, fetch the file with git lfs pull",
-    b"%pdf": "a PDF", b"pk\x03\x04": "a zip archive", b"\x1f\x8b": "a gzip archive", b"\xff\x0a": "a JPEG XL image",
+    b"<svg": "an SVG drawing", b"<?xml": "an XML file (an SVG drawing?)", b"%pdf": "a PDF",
+    b"pk\x03\x04": "a zip archive", b"\x1f\x8b": "a gzip archive", b"\xff\x0a": "a JPEG XL image",
     b"\x00\x00\x00\x0cjxl ": "a JPEG XL image", b"fujifilm": "a raw file of a camera", b"riff": "a film or a sound",
 }  # fmt: skip
 JPEG_TAIL = 4096  # bytes at the end in which a healthy JPEG has its end marker
@@ -130,7 +129,7 @@ def _verify_open_file(path, file):
         if _is_tiff(start):  # OpenCV knows more kinds of TIFF than Pillow
             return _verify_rare_tiff(path)
         known = not isinstance(error, Image.UnidentifiedImageError)
-        raise ValueError(f"broken header ({error})" if known else f"not an image{_kind_of(file)}") from error
+        raise ValueError(f"broken header ({error})" if known else f"not an image{_kind_of(_start_of(file))}") from error
     if image.format not in READABLE_FORMATS:
         raise ValueError(f"content is {image.format}, which is not supported")
     if image.format in ("JPEG", "MPO") and not _jpeg_is_complete(file):
@@ -139,15 +138,19 @@ def _verify_open_file(path, file):
     return image_size(path)
 
 
-def _kind_of(file):
-    """What an open file that is no image says with its first bytes that it is, as the rest of a message."""
-    file.seek(0)
-    start = file.read(256)
+def _kind_of(start):
+    """What a file that is no image says with its first 256 bytes that it is, as the rest of a message."""
     if start[4:8] == b"ftyp":
         brand = start[8:12].decode("latin-1").strip("\0 ")
         return f" but a file of the kind {brand} (HEIC, AVIF and films are such); convert it to jpg or png"
-    kinds = (name for mark, name in FIRST_BYTES.items() if start.lstrip().lower().startswith(mark))
-    return "".join(f" but {name}" for name in list(kinds)[:1])
+    kinds = [name for mark, name in FIRST_BYTES.items() if start.lstrip().lower().startswith(mark)]
+    kind = stand_in(start.decode("latin-1")) or "".join(kinds[:1])
+    return f" but {kind}" if kind else ""
+
+
+def _start_of(file):
+    file.seek(0)
+    return file.read(256)
 
 
 def _decode_with_pillow(path):
@@ -254,7 +257,8 @@ def _read_with_pillow(path, data):
                 return _three_channels(to_8bit(np.asarray(image)))
             return np.asarray(image.convert("RGB"))[..., ::-1]
     except Exception as error:  # see image_size
-        raise ValueError(f"{printable(path)}: not a readable image{_detail(error)}") from error
+        why = _kind_of(data[:256].tobytes()) or _detail(error)
+        raise ValueError(f"{printable(path)}: not a readable image{why}") from error
 
 
 def to_8bit(samples):

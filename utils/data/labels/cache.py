@@ -19,7 +19,7 @@ from utils.system.files import atomic_write, printable, remove_leftovers
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 6  # raise it whenever the content of the archive or the rules of the scan change
+FORMAT_VERSION = 7  # raise it whenever the content of the archive or the rules of the scan change
 ABSENT = (-1, -1, -1)
 
 
@@ -48,7 +48,9 @@ def _size_and_times(file):
     try:
         status = os.stat(file)
     except OSError:
-        return ABSENT
+        if not os.path.islink(file):
+            return ABSENT
+        status = os.lstat(file)  # of a link that leads nowhere
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from utils.data.images.reading import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from utils.data.labels.rows import Note
-from utils.system.files import printable, read_text, split_lines
+from utils.system.files import printable, read_text, split_lines, stand_in
 
 LINE_IGNORED = "list entry ignored"
 FILE_IGNORED = "file ignored"
@@ -109,8 +109,10 @@ def _leads_back(root, name):
 def _images_listed_in(list_file):
     """(image paths, notes) of a text file with one path a line; blank lines and `#` comments are skipped."""
     found, notes = [], []
-    folder = str(list_file.parent)
-    for number, line in enumerate(split_lines(read_text(list_file)), 1):
+    folder, text = str(list_file.parent), read_text(list_file)
+    if kind := stand_in(text):
+        raise ValueError(f"{printable(list_file)} is {kind}")
+    for number, line in enumerate(split_lines(text), 1):
         line = line.strip()
         if not line:
             continue

@@ -30,7 +30,7 @@ from utils.data.labels.rows import (
 from utils.ops.polygons import Polygons
 from utils.system.children import forked_pool
 from utils.system.cores import usable_cores
-from utils.system.files import printable, read_text, split_lines
+from utils.system.files import counted, printable, read_text, split_lines, stand_in
 from utils.system.progress import progress
 
 logger = logging.getLogger(__name__)
@@ -202,9 +202,13 @@ def _with_labels(label_file, size, forms):
     try:
         text = read_text(label_file)
     except FileNotFoundError:
+        if os.path.islink(label_file):  # the disk with the labels is not there, which makes no background of the image
+            return _dropped("label file is a link that leads nowhere", label_file)
         return _Record(MISSING, size, np.zeros((0, 5), np.float32), [], [], columns)
     except OSError as error:
         return _dropped(f"label file cannot be read ({error.strerror})", label_file)
+    if kind := stand_in(text):
+        return _dropped(f"label file is {kind}", label_file)
     rows, segments, notes = parse_label_text(text, label_file, forms, columns)
     if not len(rows) and notes:
         # an image whose objects cannot be read must not be trained as background
@@ -237,12 +241,11 @@ def _row_counts(findings):
 def describe_scan(scanned):
     """One line: how many images and rows of which kind there are; the warnings after it say why."""
     counts, effects = scanned.counts, Counter(finding.effect for finding in scanned.findings)
-    parts = [f"{counts['total']} images", f"{sum(map(len, scanned.labels))} objects"]
-    numbers = {
-        "of them empty": counts[EMPTY], "without a label file": counts[MISSING], "dropped": counts[DROPPED],
-        "rows repaired": counts["repaired_rows"], "rows dropped": counts["dropped_rows"],
-    }  # fmt: skip
+    parts = [counted(counts["total"], "image"), counted(sum(map(len, scanned.labels)), "object")]
+    numbers = {"of them empty": counts[EMPTY], "without a label file": counts[MISSING], "dropped": counts[DROPPED]}
     parts += [f"{number} {words}" for words, number in numbers.items() if number]
+    rows = {"repaired": counts["repaired_rows"], "dropped": counts["dropped_rows"]}
+    parts += [f"{counted(number, 'row')} {words}" for words, number in rows.items() if number]
     return ", ".join(parts + [effect for effect in (LINE_IGNORED, FILE_IGNORED, LABEL_SHARED) if effects[effect]])
 
 
@@ -275,7 +278,9 @@ def check_has_boxes(labels, label_files, findings=()):
     if read:
         problem = f"no boxes in {len(read)} label files, e.g. {printable(read[0])}"
     else:
-        problem = f"no label files for {len(label_files)} images, e.g. {printable(label_files[0])} does not exist"
+        problem = (
+            f"no label files for {counted(len(label_files), 'image')}, e.g. {printable(label_files[0])} does not exist"
+        )
     problem += "".join(f"; {finding}" for finding in findings if finding.effect == LABEL_ELSEWHERE)
     raise ValueError(f"{problem}; --allow-background trains all the same, on background only")
 
