@@ -14,6 +14,12 @@ from utils.fast import start
 from utils.system.files import PROJECT_ROOT
 
 
+@pytest.fixture(autouse=True)
+def no_search(monkeypatch):
+    """As in a short run; a training of an earlier test may have left cuDNN's search on."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+
+
 def watch_convolutions(monkeypatch):
     """The list of results that the thread will have made."""
     made, init = [], start._Beside.__init__
