@@ -53,6 +53,13 @@ def test_a_folder_of_folders(folder):
     with pytest.raises(ValueError, match=r"folders in it are not searched, 'outer/\*\*' takes them too"):
         find_items(["outer"])
     assert names(find_items(["outer/**"])) == [("image", "b"), ("image", "c")]
+    (folder / "outer").rename(folder / "batch[1]")
+    with pytest.raises(ValueError, match=r"'batch\[\[\]1\]/\*\*' takes them too"):
+        find_items(["batch[1]"])
+    assert names(find_items(["batch[[]1]/**"])) == [("image", "b"), ("image", "c")]
+    (folder / "hidden" / ".git").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"mkv\)$"):
+        find_items(["hidden"])
 
 
 def test_lists_of_streams_and_of_files(folder):
