@@ -39,12 +39,13 @@ def test_items(folder, sources, expected):
 
 
 def test_formats_that_are_not_read_are_said(folder, caplog):
-    for name in ("deep/d.jp2", "deep/E.HEIC", "deep/f.webm", "deep/notes.md"):
+    for name in ("deep/d.jp2", "deep/E.HEIC", "deep/f.webm", "deep/notes.md", "deep/raw"):
         (folder / name).touch()
     assert names(find_items(["deep"])) == [("image", "b"), ("image", "c")]
     assert [record.getMessage() for record in caplog.records] == [
         "3 files ignored: suffix not supported (deep/E.HEIC, deep/d.jp2, deep/f.webm)"
     ]
+    assert len(find_items(["deep/*"])) == 2 and "deep/raw" not in caplog.text  # a name, no suffix
 
 
 def test_a_folder_of_folders(folder):

@@ -240,6 +240,10 @@ def test_an_output_that_takes_the_place_of_another_file(tmp_path, monkeypatch):
             check(name)
     with pytest.raises(ValueError, match="null is no .json file and would be lost"):
         files.check_replaceable(os.devnull, "--out", (".json", ""))
+    reader, writer = os.pipe()
+    with pytest.raises(ValueError, match="is no .json file"):
+        check(f"/dev/fd/{writer}")
+    os.close(reader), os.close(writer)
     Path("gone.json").symlink_to("away/b.json")
     with pytest.raises(ValueError, match="gone.json is a link into a folder that does not exist; make the folder"):
         check("gone.json")

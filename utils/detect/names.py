@@ -157,7 +157,7 @@ def _files(word):
 
 
 def _has_suffix(path, suffixes):
-    return os.path.basename(path).rpartition(".")[2].lower() in suffixes
+    return os.path.splitext("a" + os.path.basename(path))[1][1:].lower() in suffixes  # .jpg alone is one as well
 
 
 def _kind(path):

@@ -126,7 +126,7 @@ def check_replaceable(file, option, suffixes, inputs=(), start=None):
             f"{option} {printable(file)} is read by this command and would be lost; choose another {option}"
         )
     is_own = found.is_file() and (found.suffix.lower() in suffixes or _is_empty_or_begins(found, start))
-    if found.exists() and not is_own:  # devices and pipes too
+    if os.path.exists(file) and not is_own:  # devices and pipes too, of which `found` is not always a path
         raise ValueError(
             f"{option} {printable(file)} is no {suffixes[0]} file and would be lost; choose another {option}"
         )
