@@ -137,7 +137,7 @@ def _remove_unused(folder, family):
         with suppress(OSError), path.open("r+b") as file:  # in use, or gone meanwhile
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
-            logger.info("%s of other images is removed", printable(path))
+            logger.info("%s is removed, it does not hold these images", printable(path))
 
 
 def views(pixels, shapes, ends):
