@@ -157,7 +157,8 @@ def main(opt):
     data = load_data_yaml(opt.data, opt.single_cls, needed=(split,))
     check_can_be_made(opt.project)
     if opt.save_per_class_ap:
-        check_replaceable(opt.save_per_class_ap, "--save-per-class-ap", (".json",), [data.annotations or ""])
+        read = data.annotations if isinstance(data.annotations, list) else [data.annotations or ""]
+        check_replaceable(opt.save_per_class_ap, "--save-per-class-ap", (".json",), read, b'{\n "map50"')
     if opt.exist_ok:
         check_free(Path(opt.project) / opt.name, "choose another --name or --project")
     opt.save_dir = ""

@@ -109,6 +109,8 @@ def _load(path, where):
             raise ValueError("it is a Git LFS pointer, fetch the file with git lfs pull")
         if max(accumulate((1 if b in "[{" else -1 for b in re.findall(r"[\[\]{}]", text)), initial=0)) > MAX_DEPTH:
             raise ValueError("brackets nested too deeply")  # PyYAML would take seconds to find out
+        if re.match(r"\s*<(!doctype html|html)\b", text, re.IGNORECASE):
+            raise ValueError("it is a web page (HTML), the download failed")
         return yaml.safe_load(text)
     except OSError as error:
         raise ValueError(f"{where} cannot be read ({error.strerror})") from error

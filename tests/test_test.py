@@ -134,6 +134,17 @@ def test_a_broken_annotation_file_keeps_our_own_score(trained, tmp_path, caplog)
     assert "annotations[0] has no category_id" in caplog.text and (folder / "last_predictions.json").is_file()
 
 
+def test_class_ap_of_any_name_is_written_twice(trained, tmp_path):
+    """With a list of annotation files too, which are none."""
+    data = tmp_path / "data.yaml"
+    images = trained.parent.parent / "images" / "val"
+    data.write_text(f"val: {images}\nannotations: [a.json, b.json]\nnames: [red, green]\n")
+    file = tmp_path / "ap.txt"
+    for _ in range(2):
+        score(trained, tmp_path, "--data", str(data), "--save-per-class-ap", str(file), "--exist-ok")
+    assert file.read_text().startswith('{\n "map50"')
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -29,6 +29,8 @@ from utils.system.files import atomic_write, check_replaceable
 
 logger = logging.getLogger("group_classes")
 
+HEADLINE = "# --head-config:"  # of what is written here
+
 RESTARTS = 20  # of k-means; the best one counts
 
 
@@ -118,7 +120,7 @@ def describe(groups, counts, names, by):
 def main(opt):
     if opt.heads < 1:
         raise ValueError(f"--heads {opt.heads} has to be at least 1")
-    check_replaceable(opt.out, "--out", (".yaml", ".yml"), [opt.data])
+    check_replaceable(opt.out, "--out", (".yaml", ".yml"), [opt.data], HEADLINE.encode())
     data = load_data_yaml(opt.data, needed=("train",))
     scanned = scan_dataset(data.train, "train: ", data.keypoints)
     check_class_ids(scanned.labels, scanned.label_files, data.nc, data.names)
@@ -126,7 +128,7 @@ def main(opt):
     content = describe(make_groups(counts, shapes, opt.heads, opt.by, opt.seed), counts, data.names, opt.by)
     Path(opt.out).parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(opt.out, "w", encoding="utf-8") as file:
-        file.write(f"# --head-config: the classes of {opt.data} by the {opt.by} of their boxes.\n")
+        file.write(f"{HEADLINE} the classes of {opt.data} by the {opt.by} of their boxes.\n")
         yaml.safe_dump(content, file, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
     logger.info("%s", HeadConfig(opt.out).summary())
 

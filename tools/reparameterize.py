@@ -81,7 +81,7 @@ def find_deploy_model(model, cfgs, images):
 
 def main(opt):
     path = Path(opt.out or Path(opt.weights).with_stem(f"{Path(opt.weights).stem}_deploy"))
-    check_replaceable(path, "--out", (".pt",), [opt.weights])
+    check_replaceable(path, "--out", (".pt", ".pth", Path(opt.weights).suffix.lower()), [opt.weights])
     model = load_training_model(opt.weights)
     images, shown = images_to_compare(opt.source)
     logger.info("Compared on random numbers and %s", shown)

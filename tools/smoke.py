@@ -27,7 +27,6 @@ from utils.config.limits import SIDE
 from utils.engine.checkpoint_reader import read_checkpoint
 from utils.run import entry
 from utils.system.files import PROJECT_ROOT
-from utils.system.folder_lock import NAME as LOCK
 
 NUM_TRAIN, NUM_VAL = 80, 20
 LIMIT = 1800  # seconds for a run
@@ -107,20 +106,23 @@ class Smoke:
 
 
 def clear(out):
-    """Make the folder `out`, own it, and empty it; ValueError when it is no folder of an earlier smoke test."""
+    """Make the folder `out`, own it, and empty it; ValueError when it is no folder of an earlier smoke test.
+
+    Hidden files (.lock, .gitkeep, .DS_Store) stay. What tells that it is such a folder goes last.
+    """
     kept = [place for place in (Path.cwd(), PROJECT_ROOT, Path.home()) if place.resolve().is_relative_to(out)]
     if kept:
         raise ValueError(f"--out {out} holds {kept[0]}, and would be emptied; choose another --out")
-    names = {path.name for path in out.iterdir()} - {LOCK} if out.is_dir() else set()
+    names = {path.name for path in out.iterdir() if not path.name.startswith(".")} if out.is_dir() else set()
     if names and not (names <= OWN_NAMES and ("shapes.yaml" in names or (out / "shapes" / STAMP).is_file())):
         raise ValueError(
             f"--out {out} is no folder of an earlier smoke test, and would be emptied; choose another --out"
         )
     command_line.open_folder(out, "--out")
-    for path in out.iterdir():
+    for path in sorted(map(out.joinpath, names), key=lambda path: (path.name.startswith("shapes"), path)):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
-        elif path.name != LOCK:
+        else:
             path.unlink()
 
 

@@ -311,6 +311,12 @@ def test_stock_file_is_read_without_a_word(tmp_path, caplog):
     assert not hasattr(opt, "total_batch_size") and not hasattr(opt, "save_dir")
 
 
+def test_stock_file_of_one_process_among_two(tmp_path, caplog):
+    """Stock keeps world_size 2 when one process resumes the run of two, and takes that of a cluster for itself."""
+    (tmp_path / "opt.yaml").write_text(STOCK.replace("batch_size: 32", "batch_size: 64"))
+    assert read_options(tmp_path / "opt.yaml")[0].batch_size == 64 and not caplog.records
+
+
 def test_unknown_keys_are_named_once_and_dropped(tmp_path, caplog):
     (tmp_path / "opt.yaml").write_text("epochs: 5\nrl_augment: true\nhead_params: a.yaml\n1: 2\n")
     opt = read_options(tmp_path / "opt.yaml")[0]
@@ -331,8 +337,12 @@ def test_unknown_keys_are_named_once_and_dropped(tmp_path, caplog):
         ("epochs: 0", "epochs 0 is too small: it has to be at least 1"),
         (f"epochs: {10**30}", "epochs 10+ is too large for 64 bits"),
         (
-            "batch_size: 8\nworld_size: 2\ntotal_batch_size: 8",
+            "batch_size: 8\nworld_size: 2\ntotal_batch_size: 8\nworking_dir: /tmp",
             "batch_size 8 for each of 2 .* is not total_batch_size 8",
+        ),
+        (
+            "batch_size: 4\nworld_size: 2\ntotal_batch_size: 16",
+            "batch_size 4 for each of 2 .* is not total_batch_size 16",
         ),
         ("total_batch_size: null", "total_batch_size has to be a number, not None"),
         ("total_batch_size: [8]", r"total_batch_size has to be a number, not \[8\]"),

@@ -130,6 +130,16 @@ def test_made_anew_when_something_changed(change, folder, caplog):
     assert all(np.array_equal(load_image(cached, i)[0], load_image(plain, i)[0]) for i in range(12))
 
 
+def test_a_damaged_file_needs_no_room_beside_the_new_one(folder, monkeypatch):
+    open_set(folder)
+    (path,) = files(folder)
+    path.write_bytes(bytes(path.stat().st_size))
+    there = []
+    monkeypatch.setattr(image_cache, "_check_room", lambda place, size: there.append(files(folder)))
+    open_set(folder)
+    assert there == [[]] and any(path.read_bytes())
+
+
 def test_labels_may_change(folder, monkeypatch):
     dataset = open_set(folder)
     os.utime(dataset.label_files[0], ns=(1, 1))

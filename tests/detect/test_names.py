@@ -39,12 +39,13 @@ def test_items(folder, sources, expected):
 
 
 def test_formats_that_are_not_read_are_said(folder, caplog):
-    for name in ("deep/d.jp2", "deep/E.HEIC", "deep/f.webm", "deep/notes.md"):
+    for name in ("deep/d.jp2", "deep/E.HEIC", "deep/f.webm", "deep/notes.md", "deep/raw"):
         (folder / name).touch()
     assert names(find_items(["deep"])) == [("image", "b"), ("image", "c")]
     assert [record.getMessage() for record in caplog.records] == [
         "3 files ignored: suffix not supported (deep/E.HEIC, deep/d.jp2, deep/f.webm)"
     ]
+    assert len(find_items(["deep/*"])) == 2 and "deep/raw" not in caplog.text  # a name, no suffix
 
 
 def test_a_folder_of_folders(folder):
@@ -53,6 +54,13 @@ def test_a_folder_of_folders(folder):
     with pytest.raises(ValueError, match=r"folders in it are not searched, 'outer/\*\*' takes them too"):
         find_items(["outer"])
     assert names(find_items(["outer/**"])) == [("image", "b"), ("image", "c")]
+    (folder / "outer").rename(folder / "batch[1]")
+    with pytest.raises(ValueError, match=r"'batch\[\[\]1\]/\*\*' takes them too"):
+        find_items(["batch[1]"])
+    assert names(find_items(["batch[[]1]/**"])) == [("image", "b"), ("image", "c")]
+    (folder / "hidden" / ".git").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"mkv\)$"):
+        find_items(["hidden"])
 
 
 def test_lists_of_streams_and_of_files(folder):

@@ -189,6 +189,9 @@ def test_encodings_that_windows_writes(encoding, tmp_path):
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12\n")
     with pytest.raises(ValueError, match="windows.yaml .* it is a Git LFS pointer, fetch the file with git lfs pull"):
         read_cfg(path)
+    path.write_text("\n<!DOCTYPE html>\n<html>")
+    with pytest.raises(ValueError, match="windows.yaml .* it is a web page"):
+        read_cfg(path)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 import os
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -220,3 +221,32 @@ def test_what_came_in_place_of_a_file(text, said, tmp_path):
         with pytest.raises(ValueError, match=rf"file\.\w+ is .*{said}"):
             read()
     assert files.stand_in("train: images\n") == files.stand_in("") == ""
+    assert "web page" in files.stand_in("\ufeff<html>".encode().decode("latin-1"))
+
+
+def test_an_output_that_takes_the_place_of_another_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    check = partial(files.check_replaceable, option="--out", suffixes=(".json",), start=b"{ours")
+    for name, content in (("new", None), ("a.json", "x"), ("A.JSON", "x"), ("tmp.1", ""), ("own.txt", "{ours}")):
+        if content is not None:
+            Path(name).write_text(content)
+        check(name)
+    Path("best.pt").write_text("weights")
+    Path("link.json").symlink_to("best.pt")
+    Path("to_own").symlink_to("a.json")
+    check("to_own")
+    for name in ("best.pt", "link.json", os.devnull):
+        with pytest.raises(ValueError, match=f"--out {name} is no .json file and would be lost"):
+            check(name)
+    with pytest.raises(ValueError, match="null is no .json file and would be lost"):
+        files.check_replaceable(os.devnull, "--out", (".json", ""))
+    reader, writer = os.pipe()
+    with pytest.raises(ValueError, match="is no .json file"):
+        check(f"/dev/fd/{writer}")
+    os.close(reader), os.close(writer)
+    Path("gone.json").symlink_to("away/b.json")
+    with pytest.raises(ValueError, match="gone.json is a link into a folder that does not exist; make the folder"):
+        check("gone.json")
+    for name in ("a.json", "to_own"):
+        with pytest.raises(ValueError, match=f"--out {name} is read by this command"):
+            check(name, inputs=["", "missing", "a.json"])

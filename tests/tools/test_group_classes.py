@@ -63,3 +63,6 @@ def test_the_data_yaml_is_not_written_over(tmp_path):
     with pytest.raises(ValueError, match="--out .*data.yaml is read by this command and would be lost"):
         tool.main(tool.parser().parse_args(["--data", str(data), "--heads", "2", "--out", str(data)]))
     assert data.read_text() == text
+    for _ in range(2):  # what it wrote itself has any name
+        tool.main(tool.parser().parse_args(["--data", str(data), "--heads", "2", "--out", str(tmp_path / "groups")]))
+    assert (tmp_path / "groups").read_text().startswith("# --head-config: the classes of")

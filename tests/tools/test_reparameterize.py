@@ -47,6 +47,10 @@ def test_tiny_with_its_own_classes(tmp_path, caplog):
         run(tmp_path / "best_deploy.pt")
     with pytest.raises(ValueError, match="--out .*best.pt is read by this command and would be lost"):
         run(path, "--out", str(path))
+    renamed = path.rename(tmp_path / "best.pth")
+    (tmp_path / "best_deploy.pth").write_text("of an earlier call")
+    run(renamed)
+    assert read_checkpoint(tmp_path / "best_deploy.pth").epoch == -1
 
 
 @pytest.mark.parametrize(("rows", "levels", "inputs", "names"), [

@@ -51,8 +51,12 @@ def test_only_a_folder_of_its_own_is_emptied(tmp_path, monkeypatch):
     (out / "shapes.yaml").write_text("")
     (out / "test").symlink_to(tmp_path)
     smoke.clear(out)
-    assert [path.name for path in out.iterdir()] == [smoke.LOCK] and tmp_path.is_dir()
+    assert [path.name for path in out.iterdir()] == [".lock"] and tmp_path.is_dir()
     smoke.clear(out)
+    for name in (".gitkeep", "shapes.yaml"):
+        (out / name).write_text("")
+        smoke.clear(out)
+        assert sorted(path.name for path in out.iterdir()) == [".gitkeep", ".lock"]
     for stranger, entries in (("images", ("train", "test")), ("config", ("shapes.yaml", "mine.yaml"))):
         for entry in entries:
             (tmp_path / stranger / entry).mkdir(parents=True)

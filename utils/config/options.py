@@ -267,7 +267,10 @@ def read_options(path: str | Path) -> tuple[argparse.Namespace, dict]:
         if options["batch_size"] == 0:
             raise ValueError(f"{path}: total_batch_size 0 is too small: it has to be at least 1")
         share, processes, total = stored.get("batch_size"), runtime.get("world_size"), options["batch_size"]
-        if isinstance(share, int) and isinstance(processes, int) and total not in (-1, share * processes):
+        fitting = [-1, share * processes] if isinstance(share, int) and isinstance(processes, int) else [total]
+        if "working_dir" not in runtime:  # stock's WORLD_SIZE may be that of a cluster, or of the run that was resumed
+            fitting.append(share)
+        if total not in fitting:
             raise ValueError(f"{path}: batch_size {share} for each of {processes} (world_size) is not total_batch_size "
                              f"{total}, which counts; correct them")  # fmt: skip
     return argparse.Namespace(**options), runtime

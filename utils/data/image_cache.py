@@ -76,6 +76,7 @@ def use_disk_cache(dataset, prefix=""):
                 break
             logger.warning("%s%s does not hold what the images give: it is damaged, not copied in whole, or of another "
                            "version of OpenCV; it is written again", prefix, printable(path))  # fmt: skip
+            pixels = None  # what is not mapped any more is removed, and need not fit on the disk beside the new one
         _make(dataset, path, shapes, ends, prefix)
     else:
         raise ValueError(
@@ -136,7 +137,7 @@ def _remove_unused(folder, family):
         with suppress(OSError), path.open("r+b") as file:  # in use, or gone meanwhile
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
-            logger.info("%s of other images is removed", printable(path))
+            logger.info("%s is removed, it does not hold these images", printable(path))
 
 
 def views(pixels, shapes, ends):

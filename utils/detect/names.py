@@ -82,8 +82,9 @@ def find_items(sources: Sequence[str]) -> list[Item]:
     files = sorted(dict.fromkeys(file for word in words for file in _files(word)))
     kinds = {file: _kind(file) for file in files}
     if not any(kinds.values()):
-        below = [word for word in words if os.path.isdir(word) and any(entry.is_dir() for entry in os.scandir(word))]
-        hint = f"; folders in it are not searched, '{printable(below[0])}/**' takes them too" if below else ""
+        below = [word for word in words if glob.glob(os.path.join(glob.escape(os.path.expanduser(word)), "*", ""))]
+        pattern = os.path.join(glob.escape(below[0]), "**") if below else ""
+        hint = f"; folders in it are not searched, '{printable(pattern)}' takes them too" if below else ""
         raise ValueError(
             f"--source {' '.join(map(printable, sources))} has no file of a supported format ({FORMATS}){hint}"
         )
@@ -156,7 +157,7 @@ def _files(word):
 
 
 def _has_suffix(path, suffixes):
-    return os.path.basename(path).rpartition(".")[2].lower() in suffixes
+    return os.path.splitext("a" + os.path.basename(path))[1][1:].lower() in suffixes  # .jpg alone is one as well
 
 
 def _kind(path):

@@ -107,24 +107,37 @@ def check_can_be_made(folder, option="--project"):
                          f"choose another {option}")  # fmt: skip
 
 
-def check_replaceable(file, option, suffixes, inputs=()):
+def check_replaceable(file, option, suffixes, inputs=(), start=None):
     """Raise ValueError when writing the one file that `option` names would cost another one; nothing is made.
 
-    A file that is there is written over only if its suffix is one of `suffixes` (with the dot) and the command does not
-    read it as one of `inputs`.
+    A file that is there is written over only if its suffix is one of `suffixes` (with the dot), it is empty, or it
+    begins with `start` [bytes], as what the command writes; and never if the command reads it as one of `inputs`. Of a
+    link, what it leads to counts.
     """
-    file = Path(file)
-    check_can_be_made(file.parent, option)
-    if file.is_dir():
+    found = Path(os.path.realpath(file))  # is written to
+    if os.path.islink(file) and not found.parent.is_dir():
+        raise ValueError(f"{option} {printable(file)} is a link into a folder that does not exist; make the folder "
+                         f"{printable(found.parent)}, or choose another {option}")  # fmt: skip
+    check_can_be_made(found.parent if os.path.islink(file) else Path(file).parent, option)
+    if found.is_dir():
         raise ValueError(f"{option} {printable(file)} is a folder; give the name of a file")
-    if any(os.path.exists(place) and file.exists() and file.samefile(place) for place in inputs):
+    if any(os.path.exists(place) and found.exists() and found.samefile(place) for place in inputs):
         raise ValueError(
             f"{option} {printable(file)} is read by this command and would be lost; choose another {option}"
         )
-    if file.exists() and file.suffix.lower() not in suffixes:
+    is_own = found.is_file() and (found.suffix.lower() in suffixes or _is_empty_or_begins(found, start))
+    if os.path.exists(file) and not is_own:  # devices and pipes too, of which `found` is not always a path
         raise ValueError(
             f"{option} {printable(file)} is no {suffixes[0]} file and would be lost; choose another {option}"
         )
+
+
+def _is_empty_or_begins(file, start):
+    """Whether a file is empty, as mktemp makes it, or begins with `start`."""
+    with suppress(OSError), file.open("rb") as content:
+        found = content.read(len(start or b"0"))
+        return not found or found == start
+    return False
 
 
 def _make_next_free(path):
@@ -229,8 +242,18 @@ def read_text(path):
 
 def stand_in(text):
     """What a text that came in place of the content of a file is, and what to do; empty if it is no such text."""
-    start = text[:200].lstrip().lower()
+    start = text[:200].removeprefix("\u00ef\u00bb\u00bf").lstrip().lower()  # a mark of UTF-8 that was read as Latin-1
     return next((kind for pattern, kind in STAND_INS if re.match(pattern, start)), "")
+
+
+def link_to_nowhere(path):
+    """The link that leads nowhere among the missing `path` and the folders above it, as text; empty if none does."""
+    path = str(path)
+    while path and not os.path.exists(path):
+        if os.path.islink(path):
+            return path
+        path = os.path.dirname(path)
+    return ""
 
 
 def read_json(path):

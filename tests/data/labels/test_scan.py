@@ -122,6 +122,25 @@ def test_a_label_file_that_is_a_link_to_nowhere(tmp_path):
     assert stems(scan_dataset(folder)) == ["a", "b"]
 
 
+def test_a_label_folder_that_is_a_link_to_nowhere(tmp_path):
+    folder = make_dataset(tmp_path, {"a": None, "b": None})
+    (tmp_path / "labels/train").rmdir()
+    assert stems(scan_dataset(folder)) == ["a", "b"], "background"
+    (tmp_path / "labels/train").symlink_to(tmp_path / "away")
+    with pytest.raises(ValueError, match=r"label folder is a link \(.*labels/train\) that leads nowhere"):
+        scan_dataset(folder)
+    (tmp_path / "away").mkdir()
+    (tmp_path / "away" / "a.txt").write_text(BOX)
+    assert [len(rows) for rows in scan_dataset(folder).labels] == [1, 0]
+
+
+def test_an_empty_label_that_is_a_link_to_a_device(tmp_path):
+    folder = make_dataset(tmp_path, {"a": BOX, "b": None})
+    (tmp_path / "labels/train/b.txt").symlink_to(os.devnull)
+    scanned = scan_dataset(folder)
+    assert stems(scanned) == ["a", "b"] and scanned.counts["empty"] == 1 and not scanned.messages
+
+
 def test_nothing_usable_is_an_error_with_reasons(tmp_path):
     folder = make_dataset(tmp_path, {"a": BOX})
     (tmp_path / "images/train/a.jpg").write_bytes(b"<html>")

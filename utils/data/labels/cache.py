@@ -15,11 +15,11 @@ import numpy as np
 
 from utils.data.labels.rows import Finding
 from utils.ops.polygons import Polygons
-from utils.system.files import atomic_write, printable, remove_leftovers
+from utils.system.files import atomic_write, link_to_nowhere, printable, remove_leftovers
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 7  # raise it whenever the content of the archive or the rules of the scan change
+FORMAT_VERSION = 8  # raise it whenever the content of the archive or the rules of the scan change
 ABSENT = (-1, -1, -1)
 
 
@@ -48,9 +48,10 @@ def _size_and_times(file):
     try:
         status = os.stat(file)
     except OSError:
-        if not os.path.islink(file):
+        link = link_to_nowhere(file)
+        if not link:
             return ABSENT
-        status = os.lstat(file)  # of a link that leads nowhere
+        status = os.lstat(link)
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 

@@ -30,7 +30,7 @@ from utils.data.labels.rows import (
 from utils.ops.polygons import Polygons
 from utils.system.children import forked_pool
 from utils.system.cores import usable_cores
-from utils.system.files import counted, printable, read_text, split_lines, stand_in
+from utils.system.files import counted, link_to_nowhere, printable, read_text, split_lines, stand_in
 from utils.system.progress import progress
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ def _label_file_notes(img_files, label_files, labels):
         for label_file, images in users.items() if len(images) > 1 and os.path.isfile(label_file)
     ]  # fmt: skip
     found = zip(img_files, label_files, labels, strict=True)
-    missing = [(image, label) for image, label, rows in found if not len(rows) and not os.path.isfile(label)]
+    missing = [(image, label) for image, label, rows in found if not len(rows) and not os.path.exists(label)]
     for (image, label), near in zip(missing, labels_next_door(missing), strict=True):
         place = f"{printable(image)} (looked for {printable(label)}{f', there is {printable(near)}' if near else ''})"
         if near.lower().endswith(".txt"):
@@ -202,8 +202,9 @@ def _with_labels(label_file, size, forms):
     try:
         text = read_text(label_file)
     except FileNotFoundError:
-        if os.path.islink(label_file):  # the disk with the labels is not there, which makes no background of the image
-            return _dropped("label file is a link that leads nowhere", label_file)
+        if link := link_to_nowhere(label_file):  # the disk with the labels is not there: that makes no background
+            what = "file is a link" if link == label_file else f"folder is a link ({printable(link)})"
+            return _dropped(f"label {what} that leads nowhere", label_file)
         return _Record(MISSING, size, np.zeros((0, 5), np.float32), [], [], columns)
     except OSError as error:
         return _dropped(f"label file cannot be read ({error.strerror})", label_file)
