@@ -130,6 +130,20 @@ def test_made_anew_when_something_changed(change, folder, caplog):
     assert all(np.array_equal(load_image(cached, i)[0], load_image(plain, i)[0]) for i in range(12))
 
 
+@pytest.mark.parametrize(("levels", "rows", "is_made"), [(3, 999, False), (60, 2, True)])
+def test_what_another_version_of_opencv_made_is_used(levels, rows, is_made, folder, caplog):
+    dataset = open_set(folder)
+    (path,) = files(folder)
+    with path.open("r+b") as file:  # of the first image
+        pixels = np.frombuffer(file.read(dataset.imgs[0].nbytes), np.uint8).reshape(dataset.imgs[0].shape).copy()
+        pixels[:rows] += np.where(pixels[:rows] < 128, levels, -levels).astype(np.uint8)
+        file.seek(0)
+        file.write(pixels.tobytes())
+    del dataset
+    open_set(folder)
+    assert ("does not hold what the images give" in caplog.text) == is_made
+
+
 def test_a_damaged_file_needs_no_room_beside_the_new_one(folder, monkeypatch):
     open_set(folder)
     (path,) = files(folder)
