@@ -20,6 +20,7 @@ from multiprocessing import get_context
 import cv2
 import numpy as np
 import torch
+from numpy import random as numpy_random  # now: NumPy leaves it to the first use, and drops a Ctrl-C that comes then
 
 from utils.data.worker_errors import LoaderError, about, describe
 from utils.system.children import enter_child
@@ -168,7 +169,7 @@ def _work(job, doing, reader, lock, writer, inherited, parent, seed):
     cv2.setNumThreads(0)
     # Else all workers would go on with the one state of the generators that the fork has copied.
     random.seed(seed)
-    np.random.seed(np.random.SeedSequence(seed % 2**64).generate_state(4))
+    numpy_random.seed(numpy_random.SeedSequence(seed % 2**64).generate_state(4))
     torch.manual_seed(seed)
     job.enter()
     while True:
