@@ -105,12 +105,13 @@ def _load(path, where):
     try:
         data = path.read_bytes()  # PowerShell's > writes UTF-16, with a mark
         text = data.decode("utf-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig")
+        # utils/system/files.py tells these of other files: models/ imports nothing of utils/
         if text.startswith("version https://git-lfs"):
             raise ValueError("it is a Git LFS pointer, fetch the file with git lfs pull")
-        if max(accumulate((1 if b in "[{" else -1 for b in re.findall(r"[\[\]{}]", text)), initial=0)) > MAX_DEPTH:
-            raise ValueError("brackets nested too deeply")  # PyYAML would take seconds to find out
         if re.match(r"\s*<(!doctype html|html)\b", text, re.IGNORECASE):
             raise ValueError("it is a web page (HTML), the download failed")
+        if max(accumulate((1 if b in "[{" else -1 for b in re.findall(r"[\[\]{}]", text)), initial=0)) > MAX_DEPTH:
+            raise ValueError("brackets nested too deeply")  # PyYAML would take seconds to find out
         return yaml.safe_load(text)
     except OSError as error:
         raise ValueError(f"{where} cannot be read ({error.strerror})") from error
