@@ -5,7 +5,7 @@
         --variants "off, --fast"
 
 Each variant runs twice, as processes of their own: cold (no label cache, an
-empty TRITON_CACHE_DIR, none of the byte code that fast runs keep) and warm. A
+empty TRITON_CACHE_DIR, nothing of what fast runs keep themselves) and warm. A
 row is a phase: when it began, in seconds since the command, and how long it
 took; what lies inside another is indented, what another thread does is
 "beside". The first steps are waited for, so that each shows its own work.
@@ -200,6 +200,8 @@ def main(options):
                         path.unlink()
                     for place in (cache, byte_code.folder()):
                         shutil.rmtree(place, ignore_errors=True)
+                    for path in byte_code.folder().parent.glob("triton_*.json"):
+                        path.unlink()
                 spans = measure(options, data, flags, cache, f"{number}{kind}")
                 print(f"{variant.strip()}, {kind}\n{table(spans) if spans else 'failed'}\n", flush=True)
 

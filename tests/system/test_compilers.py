@@ -1,6 +1,10 @@
 """What Triton needs to compile, and how a run says that it is missing."""
 
 import logging
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +13,7 @@ from utils.config.options import train_parser
 from utils.loss.batched import BatchedLoss
 from utils.run import fast_paths
 from utils.system import compilers
+from utils.system.files import PROJECT_ROOT
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -85,3 +90,66 @@ def test_the_loss_does_not_even_try(tools):
     loss = BatchedLoss.__new__(BatchedLoss)
     loss.use_kernels, loss.layers = None, [Head]
     assert loss.has_kernels() is False
+
+
+@pytest.fixture
+def triton(tmp_path, monkeypatch):
+    """A package with the key of Triton, which counts how often it is made; `start()` gives the key as a new process."""
+    (tmp_path / "triton").mkdir()
+    library = tmp_path / "triton" / "library.so"
+    library.write_text("one")
+    made = []
+
+    def start(cache=tmp_path / "cache"):
+        module = SimpleNamespace(triton_key=lambda: made.append(1) or f"key of {library.read_text()}")
+        package = SimpleNamespace(__file__=str(tmp_path / "triton" / "__init__.py"))
+        modules = {"triton": package, "triton.runtime.cache": module, "triton.compiler.compiler": SimpleNamespace()}
+        monkeypatch.setattr(compilers, "import_module", modules.__getitem__)
+        for _ in range(2):
+            compilers.keep_triton_key({"XDG_CACHE_HOME": str(cache), "HOME": ""})
+        assert module.triton_key() == module.triton_key()
+        return module.triton_key()
+
+    return SimpleNamespace(start=start, made=made, library=library, kept=tmp_path / "cache" / "yolov7fast")
+
+
+def test_the_key_of_triton_is_made_once_for_the_same_files(triton):
+    assert triton.start() == triton.start() == "key of one" and len(triton.made) == 1
+    triton.library.write_text("other")
+    assert triton.start() == "key of other" and len(triton.made) == 2
+    os.utime(triton.library, ns=(1, 1))
+    assert triton.start() == "key of other" and len(triton.made) == 3
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{}", '{"files": 1, "key": "wrong"}', "\udcff"])
+def test_a_damaged_file_with_the_key_is_replaced(content, triton):
+    triton.start()
+    [file] = triton.kept.iterdir()
+    whole = file.read_text()
+    file.write_bytes(content.encode(errors="surrogateescape"))
+    assert triton.start() == "key of one" and len(triton.made) == 2 and file.read_text() == whole
+
+
+@pytest.mark.parametrize("cache", ["/dev/null", "relative"])
+def test_without_a_folder_the_key_of_triton_is_made_at_each_start(cache, triton):
+    for count in (1, 2):
+        assert triton.start(cache) == "key of one" and len(triton.made) == count
+    assert not os.path.exists("relative")
+
+
+def test_the_key_of_the_installed_triton_stays_what_it_is(tmp_path):
+    cache = pytest.importorskip("triton.runtime.cache")
+    if not hasattr(cache, "triton_key"):
+        pytest.skip("of another version")
+    program = """
+from triton.runtime import cache
+from utils.system import compilers
+make = cache.triton_key
+compilers.keep_triton_key()
+print(cache.triton_key is not make, cache.triton_key() == make())
+"""
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    for _ in range(2):
+        run = subprocess.run([sys.executable, "-c", program], cwd=PROJECT_ROOT, env=environment, capture_output=True,
+                             text=True, timeout=60)  # fmt: skip
+        assert run.stdout == "True True\n", run.stderr

@@ -15,7 +15,6 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from utils.config.hyp import scale_hyp
 from utils.loss import batched
 from utils.system.distributed import unwrap
-from utils.system.files import cause_of
+from utils.system.files import cause_of, user_cache
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +76,8 @@ def use_lasting_cache():
     os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")  # torch before 2.6 has it off
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
         return
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "yolov7fast" / "inductor"
     try:
+        folder = user_cache() / "inductor"
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         logger.warning(

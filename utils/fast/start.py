@@ -2,8 +2,8 @@
 
 torch's compiler    is not imported only because an optimiser is made
 cuDNN, cuBLAS       are loaded by a thread, while the model is built and the data are read
-convolutions        are chosen and loaded while a thread runs the layers; the steps make backward passes in their thread,
-                    so that what was chosen there holds
+convolutions        are chosen and loaded while a thread runs the layers; backward passes are made by the thread of the
+                    steps, where the choices hold
 cuDNN's search      is left out in a run that is too short to win back the seconds that it takes
 Triton's kernels    are compiled by processes, as threads would wait for Python's lock, then loaded by threads at once
 threads of torch    are not used on the host: operations there are so small that threads would only wait for each other

@@ -22,7 +22,7 @@ from utils.engine.evaluate import evaluate
 from utils.engine.trainer import Trainer
 from utils.loss import losses_by_epoch
 from utils.system import distributed
-from utils.system.compilers import why_no_kernels
+from utils.system.compilers import keep_triton_key, why_no_kernels
 from utils.system.cores import usable_cores
 from utils.system.files import folded
 
@@ -154,6 +154,8 @@ def table(opt: Namespace, device: torch.device) -> tuple[FastPath, ...]:
 
 def choose(opt: Namespace, device: torch.device) -> Paths:
     """The Paths of this run; what flags chose is logged."""
+    if wanted_for_a_step(opt, "fast_step") and not why_no_kernels(device):
+        keep_triton_key()
     paths, rows = fill_seams(opt, device)
     if opt.fast:
         default = f"default on a {device.type.upper().replace('CUDA', 'GPU')}"

@@ -16,6 +16,7 @@ from pathlib import Path
 from utils.system.children import end_with
 from utils.system.cores import usable_cores
 from utils.system.driver import wants_speed
+from utils.system.files import user_cache
 
 # Bytes that have to be free: on a full disk Python may leave a file that ends early, which no later start gets past.
 ROOM = 2**30
@@ -47,8 +48,11 @@ def keep_ahead(words: Sequence[str], environment: Mapping[str, str] = os.environ
         return False
     if not sys.dont_write_bytecode and os.access(os.path.dirname(spec.origin), os.W_OK):
         return False  # Python keeps it there as soon as it is imported
-    place = folder(environment)
-    if not place.is_absolute() or _free(place) < ROOM:  # a user without a home
+    try:
+        place = folder(environment)
+    except OSError:
+        return False
+    if _free(place) < ROOM:
         return False
     sys.pycache_prefix, sys.dont_write_bytecode = str(place), False
     if not os.path.exists(cache_from_source(spec.origin)):
@@ -81,5 +85,4 @@ def _free(place):
 
 def folder(environment: Mapping[str, str] = os.environ) -> Path:
     """Where it lies; tools that measure a first start remove it."""
-    cache = environment.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(cache, "yolov7fast", "byte_code")
+    return user_cache(environment) / "byte_code"

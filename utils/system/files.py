@@ -1,6 +1,7 @@
 """Files and folders: find them, number run folders, write whole files or nothing, read text of any origin."""
 
 import codecs
+import errno
 import fcntl
 import json
 import logging
@@ -29,6 +30,14 @@ BYTE_ORDER_MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
+
+
+def user_cache(environment=os.environ):
+    """The folder of this project below the user's cache folder. Raises OSError for a user without a home."""
+    cache = environment.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    if not os.path.isabs(cache):
+        raise FileNotFoundError(errno.ENOENT, "no cache folder is known", cache)
+    return Path(cache, "yolov7fast")
 
 
 def check_file(path, suffixes=()):
