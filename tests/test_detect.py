@@ -168,6 +168,19 @@ def test_all_that_is_written(weights, images, tmp_path, caplog):
     assert any(text.startswith("Done: 5 images in ") for text in caplog.messages)
 
 
+def test_crops_of_an_earlier_run_go(weights, images, tmp_path):
+    """Those of the same images; files of somebody else stay."""
+    folder, _ = run(weights, images, tmp_path, *LOW, "--save-crop", "--exist-ok")
+    before = sorted((folder / "crops").rglob("*.jpg"))
+    others = [before[0].with_name(name) for name in ("0_mine.jpg", "00_1.jpg", "mine.txt")]
+    for other in others:
+        other.touch()
+    run(weights, images, tmp_path, "--conf", "1", "--save-crop", "--exist-ok")
+    assert len(before) > 5 and sorted((folder / "crops").rglob("*.*")) == sorted(others)
+    run(weights, images, tmp_path, *LOW, "--save-crop", "--exist-ok")
+    assert set(before) < set((folder / "crops").rglob("*.jpg"))
+
+
 def test_numbers_that_are_written_in_several_ways_stay_apart(weights, tmp_path):
     for name in ("1", "01", "7"):
         cv2.imwrite(str(tmp_path / f"{name}.png"), picture(0))

@@ -211,12 +211,22 @@ class JsonFile:
 
 
 class Crops:
-    """crops/<class>/<image>_<k>.jpg: detection k (from 1, the best one) of each image, without its box."""
+    """crops/<class>/<image>_<k>.jpg: detection k (from 1, the best one) of each image, without its box.
+
+    They take the place of those that an earlier detection left of the same image.
+    """
 
     def __init__(self, folder: Path, names: Sequence):
         self.folder, self.names = folder, names
+        self.earlier: dict[str, list[Path]] = {}  # by the name of the image
+        for path in folder.glob("*/**/*_*.jpg"):
+            image_name, _, number = Path(*path.relative_to(folder).parts[1:]).with_suffix("").as_posix().rpartition("_")
+            if number.isdecimal():
+                self.earlier.setdefault(image_name, []).append(path)
 
     def add(self, frame: Frame, detections: torch.Tensor) -> None:
+        for path in self.earlier.pop(frame.name, ()):
+            path.unlink(missing_ok=True)
         for number, (*box, _, class_id) in enumerate(detections.tolist(), 1):
             crop = cut(frame.image, box)
             if crop.size:

@@ -190,9 +190,9 @@ def _start_of_name(name):
     return os.fsdecode(os.fsencode(name)[: LONGEST_NAME - len("..0123456789ab.tmp")])
 
 
-def short_name(stem, end=""):
+def short_name(stem, end="", longest=LONGEST_NAME):
     """`stem` + `end`; if that is too long for a file system, with a check sum in place of the end of the stem."""
-    room = LONGEST_NAME - len(os.fsencode(end))
+    room = longest - len(os.fsencode(end))
     if len(os.fsencode(stem)) > room:
         mark = f"-{hashlib.sha256(os.fsencode(stem)).hexdigest()[:12]}"
         stem = os.fsencode(stem)[: room - len(mark)].decode("utf-8", "ignore") + mark
