@@ -279,6 +279,8 @@ def _remove_drawn(out):
     if others:
         raise ValueError(f"{printable(out)} is drawn anew, and {counted(len(others), 'file')} in it would be lost "
                          f"({printable(others[0])}): move them away, or {OTHER_FOLDER}")  # fmt: skip
+    if links := [out / folder for folder in FOLDERS if (out / folder).is_symlink()]:
+        raise ValueError(f"{printable(links[0])} is a link, and would be drawn anew: delete it, or {OTHER_FOLDER}")
     for folder in FOLDERS:
         shutil.rmtree(out / folder, ignore_errors=True)
 

@@ -156,6 +156,7 @@ def edit(coco, change):
         (lambda c: cv2.imwrite(str(c / "train2017" / "000000000001.jpg"), np.zeros((50, 50, 3))), "50 x 50 .*the json"),
         (lambda c: edit(c, lambda j: j["images"][0].pop("width")), r"images\[0\] has no width"),
         (lambda c: edit(c, lambda j: j["images"][0].update(width="90")), r"images\[0\] has no width .*but '90' and 60"),
+        (lambda c: edit(c, lambda j: j["images"][0].update(width=1e300)), r"images\[0\] has no width .*but 1e\+300"),
         (lambda c: edit(c, lambda j: j["images"][0].update(width=90.5)), r"images\[0\] has no width .*but 90.5 and 60"),
         (lambda c: edit(c, lambda j: j.update(images=[], annotations=[])), "train2017.json lists no images; leave it"),
         (lambda c: edit(c, lambda j: j["images"][0].update(file_name="../a.jpg")), "leads out of the folder"),

@@ -158,6 +158,11 @@ def test_images_of_somebody_else_stay(tmp_path):
         shapes.make_shapes(folder, **sizes, seed=1)
     assert mine.read_text() == "mine"
     mine.unlink()
+    (folder / "images").rename(tmp_path / "elsewhere")
+    (folder / "images").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="images is a link, and would be drawn anew: delete it"):
+        shapes.make_shapes(folder, **sizes, seed=1)
+    (folder / "images").unlink()
     assert shapes.make_shapes(folder, **sizes, seed=1)
 
 

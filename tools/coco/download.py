@@ -5,7 +5,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-from utils.metrics.coco_annotations import as_id, in_order
+from utils.metrics.coco_annotations import LONGEST_SIDE, as_id, in_order
 from utils.system.files import printable, shown
 
 
@@ -57,9 +57,9 @@ def name_in(split, file_name):
 
 
 def _whole(value):
-    """`value` if it is a whole number, 640.0 as well; else 0."""
+    """`value` if it is a whole number of pixels, 640.0 as well; else 0."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return int(value) if is_number and value == value // 1 else 0
+    return int(value) if is_number and 0 < value <= LONGEST_SIDE and value == value // 1 else 0
 
 
 def tasks_of(split, content, out):
