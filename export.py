@@ -22,7 +22,7 @@ from utils.export.outputs import BoxesAndMaps, Decoded, OnnxDetections, RawMaps,
 from utils.export.writers import metadata, write_onnx, write_torchscript
 from utils.run import entry
 from utils.system.distributed import select_device
-from utils.system.files import replacement
+from utils.system.files import printable, replacement
 from utils.system.streams import wants_traceback
 
 logger = logging.getLogger("export")
@@ -87,10 +87,22 @@ def about(model, traced, opt):
 EXPORTS = {"torchscript": (".torchscript.pt", export_torchscript), "onnx": (".onnx", export_onnx)}
 
 
+def check_outputs(opt):
+    """Raise ValueError when a file that is to be written is the one that is read."""
+    for kind in opt.include:
+        path = Path(opt.weights).with_suffix(EXPORTS[kind][0]) if Path(opt.weights).name else Path()
+        if path.is_file() and Path(opt.weights).is_file() and path.samefile(opt.weights):
+            raise ValueError(
+                f"--weights {printable(opt.weights)} would be written over by --include {kind}, as {printable(path)}; "
+                "give the weights another name"
+            )
+
+
 def main(opt):
     """Write what --include names, each file whole or not at all; status 1 when one failed."""
     check_export_options(opt)
     check_packages(opt)
+    check_outputs(opt)
     images, shown = images_to_compare(opt.source, opt.data)
     device = select_device(opt.device, opt.batch_size)
     model = attempt_load(opt.weights, map_location=device)

@@ -11,12 +11,13 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import detect
 import test as scorer
 from tests import small_run
-from tests.detect_cases import camera, frames_of, line_of, picture, run, write_film, write_weights
+from tests.detect_cases import camera, frames_of, line_of, picture, random_detector, run, write_film, write_weights
 from utils.config.data_yaml import read_yaml
 from utils.config.options import test_parser as parser_of_test
 from utils.engine import evaluate
@@ -165,6 +166,42 @@ def test_all_that_is_written(weights, images, tmp_path, caplog):
     assert len(lines) == 1 and lines[0].startswith(f"image 2/5 {images / '1.png'}:")
     assert " 64x48 " in lines[0] and all(len(line) < 80 for line in lines[0].splitlines()[1:])
     assert any(text.startswith("Done: 5 images in ") for text in caplog.messages)
+
+
+def test_crops_of_an_earlier_run_go(weights, images, tmp_path):
+    """Those of the same images; files of somebody else stay."""
+    folder, _ = run(weights, images, tmp_path, *LOW, "--save-crop", "--exist-ok")
+    before = sorted((folder / "crops").rglob("*.jpg"))
+    others = [before[0].with_name(name) for name in ("0_mine.jpg", "00_1.jpg", "mine.txt")]
+    for other in others:
+        other.touch()
+    run(weights, images, tmp_path, "--conf", "1", "--save-crop", "--exist-ok")
+    assert len(before) > 5 and sorted((folder / "crops").rglob("*.*")) == sorted(others)
+    run(weights, images, tmp_path, *LOW, "--save-crop", "--exist-ok")
+    assert set(before) < set((folder / "crops").rglob("*.jpg"))
+
+
+def test_numbers_that_are_written_in_several_ways_stay_apart(weights, tmp_path):
+    for name in ("1", "01", "7"):
+        cv2.imwrite(str(tmp_path / f"{name}.png"), picture(0))
+    folder, _ = run(weights, tmp_path, tmp_path, *LOW, "--save-json")
+    rows = json.loads((folder / "detections.json").read_text())
+    assert {(row["image_id"], Path(row["file_name"]).stem) for row in rows} == {(n, n) for n in ("1", "01", "7")}
+
+
+def test_very_long_names(tmp_path):
+    """Of images: all that is written has a name of its own. Of classes: their crops have a folder."""
+    names = ["x" * 250 + end for end in "ab"]
+    for name in names:
+        cv2.imwrite(str(tmp_path / f"{name}.png"), picture(0))
+    model = random_detector()
+    model.names = ["r" * 300, "g" * 300]
+    torch.save({"model": model}, tmp_path / "long.pt")
+    folder, status = run(tmp_path / "long.pt", tmp_path, tmp_path, *LOW, "--save-txt", "--save-json", "--save-crop")
+    assert status == 0 and {path.stem for path in folder.glob("*.png")} == set(names)
+    assert {path.stem for path in (folder / "labels").iterdir()} == set(names)
+    crops = [path.name for path in (folder / "crops").rglob("*.jpg")]
+    assert len(crops) == len(set(crops)) > 2 and len({name.rpartition("_")[0][-12:] for name in crops}) == 2
 
 
 def test_a_second_run_into_one_folder_doubles_nothing(weights, images, tmp_path):

@@ -48,6 +48,20 @@ def test_several_heads_are_always_decoded(weights, capsys):
     assert "Several heads: boxes with the class ids of the data set are written" in said and "boxes" in said
 
 
+@pytest.mark.parametrize("is_link", [False, True])
+def test_the_weights_are_not_written_over(is_link, weights, capsys, monkeypatch):
+    """A checkpoint of that name, and a link of that name to the checkpoint."""
+    monkeypatch.setattr(export, "check_packages", lambda opt: None)
+    other, whole = weights.with_suffix(".onnx"), weights.read_bytes()
+    if is_link:
+        other.symlink_to(weights)
+    else:
+        weights.rename(other)
+    assert run(weights if is_link else other) == 2
+    assert "would be written over by --include onnx" in capsys.readouterr().err
+    assert other.read_bytes() == whole and not list(weights.parent.glob("*.torchscript.pt"))
+
+
 def test_a_failure_leaves_the_old_file_and_status_1(weights, capsys, monkeypatch):
     def fails(*_, **__):
         raise RuntimeError("no such\noperator")

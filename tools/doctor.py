@@ -25,7 +25,7 @@ from tools import roofline
 from utils.run import entry
 from utils.system.compilers import ADVICE, c_compiler, has_headers
 from utils.system.cores import usable_cores
-from utils.system.files import folded
+from utils.system.files import check_can_be_made, folded, printable
 from utils.system.memory import SHARED_MEMORY, available_memory, describe_bytes
 
 OK, SLOW, WRONG = "ok", "slow", "WRONG"
@@ -247,7 +247,7 @@ def examine(folder):
         judge_cores(usable_cores(), os.cpu_count()),
         judge_memory(available_memory()),
         judge_shared_memory(shared),
-        judge_disk(shutil.disk_usage(folder).free, folder),
+        judge_disk(shutil.disk_usage(folder).free, printable(folder)),
         judge_pinned(None if limit == resource.RLIM_INFINITY else limit, can_pin() if has_gpu else None),
         judge_compiler(version_of("triton"), c_compiler(), has_headers(), has_gpu),
         *(judge_version(module, version_of(module)) for module in TESTED),
@@ -255,6 +255,8 @@ def examine(folder):
 
 
 def main(opt):
+    if Path(opt.folder).exists():
+        check_can_be_made(opt.folder, "--folder")
     rows = examine(opt.folder)
     for row in rows:
         print(*described(row), sep="\n")

@@ -25,13 +25,14 @@ from utils.config.data_yaml import load_data_yaml
 from utils.data.labels.scan import check_class_ids, scan_dataset
 from utils.head_config import HeadConfig
 from utils.run import entry
-from utils.system.files import atomic_write, check_replaceable
+from utils.system.files import atomic_write, check_replaceable, printable
 
 logger = logging.getLogger("group_classes")
 
 HEADLINE = "# --head-config:"  # of what is written here
 
 RESTARTS = 20  # of k-means; the best one counts
+MAX_SEED = 2**32 - RESTARTS  # each start has a seed of its own, of NumPy
 
 
 def box_statistics(scanned, nc):
@@ -120,6 +121,8 @@ def describe(groups, counts, names, by):
 def main(opt):
     if opt.heads < 1:
         raise ValueError(f"--heads {opt.heads} has to be at least 1")
+    if not 0 <= opt.seed <= MAX_SEED:
+        raise ValueError(f"--seed {opt.seed} has to be between 0 and {MAX_SEED}")
     check_replaceable(opt.out, "--out", (".yaml", ".yml"), [opt.data], HEADLINE.encode())
     data = load_data_yaml(opt.data, needed=("train",))
     scanned = scan_dataset(data.train, "train: ", data.keypoints)
@@ -128,7 +131,7 @@ def main(opt):
     content = describe(make_groups(counts, shapes, opt.heads, opt.by, opt.seed), counts, data.names, opt.by)
     Path(opt.out).parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(opt.out, "w", encoding="utf-8") as file:
-        file.write(f"{HEADLINE} the classes of {opt.data} by the {opt.by} of their boxes.\n")
+        file.write(f"{HEADLINE} the classes of {printable(opt.data)} by the {opt.by} of their boxes.\n")
         yaml.safe_dump(content, file, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
     logger.info("%s", HeadConfig(opt.out).summary())
 

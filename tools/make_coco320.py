@@ -188,20 +188,28 @@ def make_coco(coco, out, side=320, fit="longer", names=(), workers=0):
             raise ValueError(f"{printable(split.annotations)} has other categories than {splits[0].annotations.name}")
         classes = found
         problems += make_split(split, content, out, side, fit, workers or usable_cores())
-    write_data_yaml(out, classes)
+    hint = write_data_yaml(out, classes)
     if problems:
         raise ValueError(f"{counted(len(problems), 'image')} could not be made (not in the lists): "
                          f"{listing(problems, '; ')}. Get them again, then the same command goes on")  # fmt: skip
-    print(f"{printable(out)} is complete. Train with --data {printable(out / 'data.yaml')} --img {side}")
+    print(f"{printable(out)} is complete. {hint}Train with --data {printable(out / 'data.yaml')} --img {side}")
     print(folded(f"--fit {fit}: {FITS[fit]}"))
 
 
 def write_data_yaml(out, classes):
-    """The data yaml of the folder; its splits are called train, val, test by how the names of their folders begin."""
+    """The data yaml of the folder; its splits are called train, val, test by how the names of their folders begin.
+
+    Returns what a person has to do about it.
+    """
     folders = sorted(place.name for place in (out / "images").iterdir())
     paths = {kind: f"images/{name}" for kind in ("train", "val", "test") for name in folders if name.startswith(kind)}
     with atomic_write(out / "data.yaml", "w") as file:
         yaml.safe_dump(paths | {"nc": len(classes), "names": classes}, file, sort_keys=False, allow_unicode=True)
+    unused = [f"images/{name}" for name in folders if f"images/{name}" not in paths.values()]
+    missing = [kind for kind in ("train", "val") if kind not in paths]
+    parts = [f"has no {' and no '.join(missing)}"] * bool(missing)
+    parts += [f"does not use {', '.join(map(printable, unused))}"] * bool(unused)
+    return f"Its data.yaml {', and '.join(parts)}: write there what is to be used. " if parts else ""
 
 
 GO_ON = "the same command goes on, finished images stay"

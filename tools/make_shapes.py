@@ -10,8 +10,10 @@ its own random generator, so image 7 is the same whether ten or ten thousand are
 import argparse
 import hashlib
 import json
+import re
 import shutil
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,10 +23,14 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from utils.run import entry
+from utils.system import folder_lock
+from utils.system.files import counted, link_to_nowhere, printable, read_json
 from utils.system.progress import progress
 
 STAMP = "make_shapes.json"
 FOLDERS = ("images", "labels", "annotations")
+ANNOTATIONS = "annotations/instances_val.json"
+OTHER_FOLDER = "name another folder with --out"
 SPLITS = ("train", "val")
 EMPTY_SHARE = 0.06  # images without any object
 MAX_OBJECTS = 5
@@ -223,8 +229,7 @@ def write_split(out, split, count, size, seed, boxes):
         image, things = draw_image(rng, size)
         height, width = image.shape[:2]
         file = image_folder / f"{index + 1:06d}.jpg"
-        if not cv2.imwrite(str(file), image, [cv2.IMWRITE_JPEG_QUALITY, 92]):
-            raise OSError(f"{file} could not be written: is the disk full or the folder read-only?")
+        file.write_bytes(cv2.imencode(file.suffix, image, [cv2.IMWRITE_JPEG_QUALITY, 92])[1].tobytes())
         rows = [label_row(thing, height, width, boxes) for thing in things]
         (label_folder / f"{file.stem}.txt").write_text("".join(row + "\n" for row in rows))
 
@@ -238,22 +243,46 @@ def write_split(out, split, count, size, seed, boxes):
 def _read_stamp(out):
     """What an earlier run wrote about itself; None where nothing is. Raises ValueError on somebody else's folder."""
     if not out.exists():
+        if link := link_to_nowhere(out):
+            raise ValueError(f"--out {printable(out)}: the link {printable(link)} leads nowhere; name another folder")
         return None
     if not out.is_dir():
-        raise ValueError(f"{out} is a file: name a folder with --out")
+        raise ValueError(f"{printable(out)} is a file: name a folder with --out")
     if not any(out.iterdir()):
         return None
-    try:
-        return json.loads((out / STAMP).read_text())
-    except (OSError, ValueError):
-        raise ValueError(
-            f"{out} was not made by this tool (it holds no readable {STAMP}): name another folder with --out"
-        ) from None
+    stamp = None
+    with suppress(ValueError):
+        stamp = read_json(out / STAMP)
+    if not isinstance(stamp, dict) or not all(isinstance(stamp.get(split), int) for split in SPLITS):
+        raise ValueError(f"{printable(out)} was not made by this tool (it holds no readable {STAMP}): {OTHER_FOLDER}")
+    return stamp
 
 
 def _is_complete(out, stamp):
-    counts = {split: sum(1 for _ in (out / "images" / split).glob("*.jpg")) for split in SPLITS}
-    return stamp.get("complete") and all(counts[split] == stamp[split] for split in SPLITS)
+    """Whether all that is drawn is there; images without a byte do not count."""
+    names = [(split, f"{number:06d}") for split in SPLITS for number in range(1, stamp[split] + 1)]
+    files = [file for split, name in names if (file := out / "images" / split / f"{name}.jpg").is_file()]
+    return (
+        bool(stamp.get("complete"))
+        and (out / ANNOTATIONS).is_file()
+        and len(files) == len(names)
+        and all(file.stat().st_size for file in files)
+        and all((out / "labels" / split / f"{name}.txt").is_file() for split, name in names)
+    )
+
+
+def _remove_drawn(out):
+    """Delete what an earlier run drew, and caches of trainings; ValueError where there are files of somebody else."""
+    own = re.compile(rf"(images|labels)/({'|'.join(SPLITS)})/\d{{6,}}\.(jpg|txt)|{ANNOTATIONS}|.*\.cache|(.*/)?\.[^/]*")
+    files = [file for folder in FOLDERS for file in sorted((out / folder).rglob("*")) if not file.is_dir()]
+    others = [file for file in files if not own.fullmatch(file.relative_to(out).as_posix())]
+    if others:
+        raise ValueError(f"{printable(out)} is drawn anew, and {counted(len(others), 'file')} in it would be lost "
+                         f"({printable(others[0])}): move them away, or {OTHER_FOLDER}")  # fmt: skip
+    if links := [out / folder for folder in FOLDERS if (out / folder).is_symlink()]:
+        raise ValueError(f"{printable(links[0])} is a link, and would be drawn anew: delete it, or {OTHER_FOLDER}")
+    for folder in FOLDERS:
+        shutil.rmtree(out / folder, ignore_errors=True)
 
 
 def make_shapes(out, train=240, val=60, size=160, seed=0, boxes=False):
@@ -270,22 +299,23 @@ def make_shapes(out, train=240, val=60, size=160, seed=0, boxes=False):
     stamp = _read_stamp(out)
     if stamp is not None:
         if {key: stamp.get(key) for key in wanted} == wanted and _is_complete(out, stamp):
-            print(f"{out} is up to date: {train} + {val} images of {size} px, seed {seed}")
+            print(f"{printable(out)} is up to date: {train} + {val} images of {size} px, seed {seed}")
             return False
-        for folder in FOLDERS:
-            shutil.rmtree(out / folder, ignore_errors=True)
+        folder_lock.check_free(out, OTHER_FOLDER)
+        _remove_drawn(out)
 
     out.mkdir(parents=True, exist_ok=True)
     (out / STAMP).write_text(json.dumps({**wanted, "complete": False}))
+    folder_lock.own(out, OTHER_FOLDER)
     for split, count in zip(SPLITS, (train, val), strict=True):
         coco, totals = write_split(out, split, count, size, seed, boxes)
         listed = ", ".join(f"{total} {name}s" for name, total in zip(NAMES, totals, strict=True))
         empty = count - len({annotation["image_id"] for annotation in coco["annotations"]})
         print(f"{split}: {count} images ({empty} empty), {totals.sum()} objects: {listed}")
-    (out / "annotations").mkdir()
-    (out / "annotations" / "instances_val.json").write_text(json.dumps(coco))
+    (out / ANNOTATIONS).parent.mkdir()
+    (out / ANNOTATIONS).write_text(json.dumps(coco))
     (out / STAMP).write_text(json.dumps({**wanted, "complete": True}))
-    print(f"written to {out} ({'boxes' if boxes else 'polygons'}, seed {seed})")
+    print(f"written to {printable(out)} ({'boxes' if boxes else 'polygons'}, seed {seed})")
     return True
 
 

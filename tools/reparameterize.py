@@ -80,6 +80,8 @@ def find_deploy_model(model, cfgs, images):
 
 
 def main(opt):
+    if not Path(opt.weights).name:
+        raise ValueError("give the path of a .pt file, the checkpoint of a training")
     path = Path(opt.out or Path(opt.weights).with_stem(f"{Path(opt.weights).stem}_deploy"))
     check_replaceable(path, "--out", (".pt", ".pth", Path(opt.weights).suffix.lower()), [opt.weights])
     model = load_training_model(opt.weights)

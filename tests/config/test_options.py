@@ -203,6 +203,13 @@ def test_image_sizes_become_two(line, sizes):
     assert opt.img_size == sizes
 
 
+def test_a_seed_without_a_subset(caplog):
+    check_train_options(parsed("--data a --cfg b --subset-size 5 --subset-seed 3"))
+    assert not caplog.records
+    check_train_options(parsed("--data a --cfg b --subset-seed 3"))
+    assert caplog.messages == ["--subset-seed 3 has no effect without --subset-size"]
+
+
 def test_resize_schedule_decides_the_size(caplog):
     for line, words in (("", ""), ("--img 96", ""), ("--img 64 128", "validation has its last size, 96")):
         caplog.clear()

@@ -37,6 +37,18 @@ def test_pattern_and_single_file(folder):
     assert [path for path, *_ in LoadImages(str(folder / "a.png"))] == [str(folder / "a.png")]
 
 
+def test_patterns_without_a_star(folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder))
+    for pattern in (folder / "?.png", folder / "[ab].png", "~/[!c].png", "~"):
+        found = [path for path, *_ in LoadImages(str(pattern)) if path.endswith("png")]
+        assert found == [str(folder / name) for name in ("a.png", "b.png")]
+    inside = folder / "odd[1]?"
+    inside.mkdir()
+    (folder / "b.png").rename(inside / "[b].png")
+    for exact in (inside, inside / "[b].png", inside / "*.png"):
+        assert [path for path, *_ in LoadImages(str(exact))] == [str(inside / "[b].png")]
+
+
 def test_nothing_to_read_is_named(folder):
     with pytest.raises(ValueError, match="nowhere.png: does not exist"):
         LoadImages(str(folder / "nowhere.png"))

@@ -12,7 +12,7 @@ from PIL import Image
 import hubconf
 from tests import small_run
 from tests.detect_cases import picture, random_detector, run, write_weights
-from utils.detect.hub import AutoShape
+from utils.detect.hub import AutoShape, load
 from utils.system.files import PROJECT_ROOT
 
 FORMS = ("xyxy", "xywh", "xyxyn", "xywhn")
@@ -147,6 +147,52 @@ def test_refused(model, image, message):
 def test_refused_sizes(model, size):
     with pytest.raises(ValueError, match="has to be a whole number of pixels, such as 640"):
         model(picture(0), size=size)
+
+
+@pytest.mark.parametrize("mode", ["16 bit", "16 bit of the other byte order", "32 bit", "float", "bilevel"])
+def test_a_pillow_image_is_what_its_file_is(mode, tmp_path):
+    """Pillow's own way to RGB makes white of nearly everything above 255."""
+    levels = np.linspace(0, 250, 48 * 64).reshape(48, 64)
+    samples = {"16 bit": (levels * 100).astype("<u2"), "16 bit of the other byte order": (levels * 100).astype(">u2"),
+               "32 bit": (levels * 2**16).astype(np.int32), "float": (levels / 255).astype(np.float32),
+               "bilevel": levels > 100}[mode]  # fmt: skip
+    Image.fromarray(samples).save(tmp_path / "a.tif")
+    of_file = load(tmp_path / "a.tif")[0]
+    assert 10 < of_file.mean() < 245
+    with Image.open(tmp_path / "a.tif") as image:
+        np.testing.assert_array_equal(load(image)[0], of_file)
+    np.testing.assert_array_equal(load(samples)[0], of_file, "and as an array")
+
+
+def test_a_pillow_image_that_is_cut_off(model, tmp_path):
+    cv2.imwrite(str(tmp_path / "a.jpg"), picture(0))
+    (tmp_path / "a.jpg").write_bytes((tmp_path / "a.jpg").read_bytes()[:700])
+    with Image.open(tmp_path / "a.jpg") as image, pytest.raises(ValueError, match=r"image 0 \(a\) cannot be read \("):
+        model(image)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("conf", 50, "conf 50 has to be between 0 and 1"),
+        ("conf", "0.5", "conf '0.5' has to be"),
+        ("iou", -0.1, "iou -0.1 has to be between 0 and 1"),
+        ("classes", [0, 2], "classes has 2, and the detector knows the ids 0 to 1"),
+        ("classes", ["red"], "classes has 'red'"),
+        ("classes", -1, "classes has -1"),
+    ],
+)
+def test_refused_attributes(model, name, value, message):
+    setattr(model, name, value)
+    with pytest.raises(ValueError, match=message):
+        model(picture(0))
+    model(torch.zeros(1, 3, 64, 64))  # which needs none of them
+
+
+def test_a_model_of_gray_images():
+    model = hubconf.create("yolov7-tiny", channels=1, classes=2)
+    with pytest.raises(ValueError, match="takes images of 1 channel, which only a tensor can hold"):
+        model(picture(0), size=64)
 
 
 def test_several_heads_with_unequal_groups(tmp_path):

@@ -38,6 +38,29 @@ def test_items(folder, sources, expected):
     assert names(find_items(sources)) == expected
 
 
+def test_a_file_that_several_paths_name_is_one(folder):
+    (folder / "linked").symlink_to(folder / "deep")
+    (folder / "link.png").symlink_to(folder / "deep" / "b.png")
+    same = ["deep/b.png", "./deep/b.png", "deep/../deep", "linked", str(folder / "deep" / "c.png")]
+    assert names(find_items(same)) == [("image", "b"), ("image", "c")]
+    assert names(find_items(["deep/b.png", "link.png"])) == [("image", "b"), ("image", "link")]
+
+
+def test_a_list_with_windows_paths(folder, monkeypatch):
+    (folder / "windows.txt").write_text(".\\a.JPG\r\ndeep\\*.png\r\nodd[1]\\d.jpg\r\n")
+    expected = [("image", name) for name in "abcd"]
+    assert names(find_items(["windows.txt"])) == expected
+    (folder / "lists").mkdir()
+    (folder / "windows.txt").rename(folder / "lists" / "windows.txt")
+    assert names(find_items(["lists/windows.txt"])) == expected, "from the working directory"
+    (folder / "deep\\b.png").touch()
+    (folder / "plain.txt").write_text("deep\\b.png")
+    assert names(find_items(["plain.txt"])) == [("image", "deep\\b")], "a name with a backslash is one"
+    (folder / "plain.txt").write_text("deep\\none.png")
+    with pytest.raises(ValueError, match=r"plain.txt names deep\\none.png, which does not exist"):
+        find_items(["plain.txt"])
+
+
 def test_formats_that_are_not_read_are_said(folder, caplog):
     for name in ("deep/d.jp2", "deep/E.HEIC", "deep/f.webm", "deep/notes.md", "deep/raw"):
         (folder / name).touch()

@@ -89,6 +89,13 @@ def test_images(tmp_path):
     (tmp_path / "broken.png").write_bytes(b"nothing")
     with pytest.raises(ValueError, match="none of its images can be read"):
         images_to_compare(source=str(tmp_path / "broken.png"))
+    (tmp_path / "images/val/00.png").write_bytes(b"nothing")
+    others, _ = images_to_compare(data=str(data))
+    assert [image.tobytes() for image in others[:7]] == [image.tobytes() for image in found[1:]], "as with --source"
+    for file in (tmp_path / "images/val").iterdir():
+        file.write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="data.yaml: none of its val images can be read"):
+        images_to_compare(data=str(data))
     first, second = batches(found[:3], (2, 3, 64, 96))
     assert first.shape == (2, 3, 64, 96) and first.max() <= 1 and torch.equal(second[1], first[0]), "begins again"
     grey = first[0, :, :, 0]

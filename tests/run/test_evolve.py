@@ -74,12 +74,15 @@ def test_evolved_file_is_a_hyp_file(tmp_path, caplog):
     assert (tmp_path / "hyp_evolved.yaml").read_text().startswith("# P R mAP@.5 mAP@.5:.95 box obj cls: 0.1 0.2 0.3")
 
 
-def test_search_goes_on_from_its_table(tmp_path):
+def test_search_goes_on_from_its_table(tmp_path, caplog):
+    caplog.set_level("INFO")
     evolve(lambda hyp: scored(0.5), DEFAULTS, tmp_path, 1)
+    assert "goes on from" not in caplog.text
     first = rows_of(tmp_path)
     seen = []
     evolve(lambda hyp: seen.append(hyp) or scored(0.25), DEFAULTS | {"lr0": 0.05}, tmp_path, 2)
     assert len(rows_of(tmp_path)) == 3 and np.array_equal(rows_of(tmp_path)[0], first[0])
+    assert f"The search goes on from the 1 row of {tmp_path / 'evolve.txt'}" in caplog.text
     lr0 = {row[NUM_RESULTS] for row in rows_of(tmp_path)}
     assert 0.01 in lr0 and 0.05 not in lr0, "the parents come from the table, not from the hyp file"
 

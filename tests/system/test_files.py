@@ -117,6 +117,32 @@ def test_atomic_write_writes_through_a_link_with_ordinary_permissions(tmp_path):
     assert (tmp_path / "real").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
+@pytest.mark.parametrize("name", ["x" * 255, "x" * 240 + ".jpg", "ü" * 127])
+def test_names_as_long_as_a_file_system_takes_them(name, tmp_path):
+    with files.atomic_write(tmp_path / name) as file:
+        file.write(b"whole")
+        (temporary,) = os.listdir(tmp_path)
+    assert os.listdir(tmp_path) == [name] and (tmp_path / name).read_bytes() == b"whole"
+    (tmp_path / temporary).touch()
+    files.remove_leftovers(tmp_path, name)
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_a_name_that_is_too_long_is_the_one_that_is_named(tmp_path):
+    with pytest.raises(OSError, match=f"{'x' * 256}'") as caught, files.atomic_write(tmp_path / ("x" * 256)):
+        pass
+    assert caught.value.filename == str(tmp_path / ("x" * 256)) and not os.listdir(tmp_path)
+
+
+def test_long_names_are_cut_and_stay_different(tmp_path):
+    assert [files.short_name(stem, "_1.jpg") for stem in ("a.b", "x" * 249)] == ["a.b_1.jpg", "x" * 249 + "_1.jpg"]
+    stems = "ü" * 130 + "a", "ü" * 130 + "b", "x" * 250, "x" * 249 + "\udcff"
+    names = [files.short_name(stem, "_1.jpg") for stem in stems]
+    assert len(set(names)) == 4 and all(name.endswith("_1.jpg") for name in names)
+    for name in names:
+        (tmp_path / name).touch()
+
+
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"])
 def test_read_text_knows_the_encoding(tmp_path, encoding):
     file = tmp_path / "a.txt"

@@ -96,6 +96,12 @@ def test_status(verdict, status, monkeypatch, capsys, tmp_path):
     assert all(len(line) <= doctor.WIDTH for line in out.splitlines())
 
 
+def test_a_folder_that_is_a_file(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="file is a file.*choose another --folder"):
+        doctor.main(Namespace(folder=str(tmp_path / "file")))
+
+
 def test_a_folder_that_is_not_there():
     with pytest.raises(OSError, match="missing"):
         doctor.main(Namespace(folder="missing"))

@@ -57,6 +57,19 @@ def test_the_file_is_a_head_configuration(by, tmp_path):
     assert sorted(config.head_names) == ["green", "red"]
 
 
+@pytest.mark.parametrize("name", ["a\nb: c: d.yaml", "a\udcff.yaml"])
+def test_odd_names_of_data_yamls(name, tmp_path):
+    data = make_data(tmp_path).rename(tmp_path / name)
+    tool.main(tool.parser().parse_args(["--data", str(data), "--heads", "2", "--out", str(tmp_path / "heads.yaml")]))
+    assert (tmp_path / "heads.yaml").read_text().splitlines()[1] == "nc: 2"
+
+
+@pytest.mark.parametrize("seed", ["-1", "4294967277"])
+def test_seeds_that_are_none(seed, tmp_path):
+    with pytest.raises(ValueError, match=f"--seed {seed} has to be between 0 and 4294967276"):
+        tool.main(tool.parser().parse_args(["--data", str(make_data(tmp_path)), "--heads", "2", "--seed", seed]))
+
+
 def test_the_data_yaml_is_not_written_over(tmp_path):
     data = make_data(tmp_path)
     text = data.read_text()

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import cv2
@@ -154,6 +155,10 @@ def edit(coco, change):
         (lambda c: damage(c / "train2017" / "000000000001.jpg", b"<html>"), "1 image could not be .*not an image"),
         (lambda c: cv2.imwrite(str(c / "train2017" / "000000000001.jpg"), np.zeros((50, 50, 3))), "50 x 50 .*the json"),
         (lambda c: edit(c, lambda j: j["images"][0].pop("width")), r"images\[0\] has no width"),
+        (lambda c: edit(c, lambda j: j["images"][0].update(width="90")), r"images\[0\] has no width .*but '90' and 60"),
+        (lambda c: edit(c, lambda j: j["images"][0].update(width=1e300)), r"images\[0\] has no width .*but 1e\+300"),
+        (lambda c: edit(c, lambda j: j["images"][0].update(width=90.5)), r"images\[0\] has no width .*but 90.5 and 60"),
+        (lambda c: edit(c, lambda j: j.update(images=[], annotations=[])), "train2017.json lists no images; leave it"),
         (lambda c: edit(c, lambda j: j["images"][0].update(file_name="../a.jpg")), "leads out of the folder"),
         (lambda c: edit(c, lambda j: j["images"][0].update(file_name="000000000001.png")), "share its label file"),
         (lambda c: edit(c, lambda j: j["annotations"][0].update(category_id=77)), "77, which is none of the"),
@@ -166,6 +171,34 @@ def test_a_fault_is_one_sentence(coco, here, fault, sentence):
     fault(coco)
     with pytest.raises(ValueError, match=sentence):
         make(coco)
+
+
+@pytest.mark.parametrize("way", ["{}", "./{}", "train2017/{}", "images/train2017/{}", "train2017\\{}", ".\\{}"])
+def test_where_the_json_says_that_an_image_lies(coco, here, way):
+    edit(coco, lambda j: [image.update(file_name=way.format(image["file_name"])) for image in j["images"]])
+    edit(
+        coco, lambda j: [image.update(width=float(image["width"]), height=image["height"] / 1) for image in j["images"]]
+    )
+    out = make(coco)
+    images = sorted((out / "images" / "train2017").iterdir())
+    assert [image.name for image in images] == [f"{number:012d}.jpg" for number in range(4)]
+    content = scores.read_annotations(out / "annotations" / "instances_train2017.json")
+    assert [image["file_name"] for image in content["images"]] == [image.name for image in images]
+    sizes = [cv2.imread(str(image)).shape[1::-1] for image in images]
+    assert [(image["width"], image["height"]) for image in content["images"]] == sizes
+
+
+def test_splits_of_other_names_are_said(coco, here, capsys):
+    for old, new in (("val2017", "default"), ("train2017", "train2014")):
+        shutil.copytree(coco / old, coco / new)
+        shutil.copy(coco / "annotations" / f"instances_{old}.json", coco / "annotations" / f"instances_{new}.json")
+    make(coco)
+    assert "Its data.yaml does not use images/default, images/train2014: write there" in capsys.readouterr().out
+    make(coco, "--splits", "default", out="other")
+    said = "Its data.yaml has no train and no val, and does not use images/default: write there"
+    assert said in capsys.readouterr().out
+    make(coco, "--splits", "train2017", out="third")
+    assert "Its data.yaml has no val: write there" in capsys.readouterr().out
 
 
 def test_a_damaged_image_leaves_the_others(coco, here):

@@ -1,12 +1,16 @@
 """The embedded data set: deterministic, labels that fit the images, and manners towards other people's folders."""
 
 import json
+import subprocess
+import sys
 
 import cv2
 import numpy as np
 import pytest
 
 from tools import make_shapes as shapes
+from utils.system import folder_lock
+from utils.system.files import PROJECT_ROOT
 
 SMALL = {"train": 12, "val": 5, "size": 96}
 
@@ -128,6 +132,70 @@ def test_incomplete_or_outdated_folder_is_drawn_again(tmp_path):
     assert shapes.make_shapes(folder, train=2, val=1, size=64)
     assert shapes.make_shapes(folder, train=1, val=1, size=64)
     assert len(list((folder / "images" / "train").iterdir())) == 1
+
+
+def test_whatever_is_missing_is_drawn_again(tmp_path):
+    folder, sizes = tmp_path / "shapes", {"train": 2, "val": 1, "size": 64}
+    shapes.make_shapes(folder, **sizes)
+    whole = contents(folder)
+    for damage in (lambda: (folder / "labels/val/000001.txt").unlink(),
+                   lambda: (folder / "annotations/instances_val.json").unlink(),
+                   lambda: (folder / "images/train/000002.jpg").write_bytes(b"")):  # fmt: skip
+        (folder / "labels/train.0123.cache").touch()  # of a training
+        (folder / "images/.DS_Store").touch()
+        damage()
+        assert shapes.make_shapes(folder, **sizes) and contents(folder) == whole
+    assert not shapes.make_shapes(folder, **sizes)
+
+
+def test_images_of_somebody_else_stay(tmp_path):
+    folder, sizes = tmp_path / "shapes", {"train": 2, "val": 1, "size": 64}
+    shapes.make_shapes(folder, **sizes)
+    mine = folder / "images/train/mine.jpg"
+    mine.write_text("mine")
+    assert not shapes.make_shapes(folder, **sizes)
+    with pytest.raises(ValueError, match="1 file in it would be lost .*mine.jpg.*: move them away, or name another"):
+        shapes.make_shapes(folder, **sizes, seed=1)
+    assert mine.read_text() == "mine"
+    mine.unlink()
+    (folder / "images").rename(tmp_path / "elsewhere")
+    (folder / "images").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="images is a link, and would be drawn anew: delete it"):
+        shapes.make_shapes(folder, **sizes, seed=1)
+    (folder / "images").unlink()
+    assert shapes.make_shapes(folder, **sizes, seed=1)
+
+
+@pytest.mark.parametrize("stamp", ["null", "[]", "{}", '{"train": "2", "val": 1}', "[" * 100_000, "\udcff"])
+def test_a_damaged_stamp(stamp, tmp_path):
+    shapes.make_shapes(tmp_path / "shapes", train=2, val=1, size=64)
+    (tmp_path / "shapes" / shapes.STAMP).write_text(stamp, errors="surrogateescape")
+    with pytest.raises(ValueError, match=f"holds no readable {shapes.STAMP}"):
+        shapes.make_shapes(tmp_path / "shapes", train=2, val=1, size=64)
+
+
+def test_a_folder_that_another_process_draws(tmp_path):
+    folder = tmp_path / "shapes"
+    shapes.make_shapes(folder, train=2, val=1, size=64)
+    (folder / shapes.STAMP).write_text(json.dumps({"train": 2, "val": 1, "complete": False}))
+    code = "import sys; from utils.system.folder_lock import own; own(sys.argv[1], ''); print(flush=True); input()"
+    folder_lock._give_up(folder)
+    with subprocess.Popen([sys.executable, "-c", code, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          cwd=PROJECT_ROOT) as other:  # fmt: skip
+        other.stdout.readline()
+        with pytest.raises(ValueError, match="is in use: process .* or name another folder with --out"):
+            shapes.make_shapes(folder, train=2, val=1, size=64)
+        assert len(list((folder / "images/train").iterdir())) == 2, "what it draws stays"
+        other.communicate(b"\n")
+
+
+def test_names_that_are_no_text(tmp_path):
+    """OpenCV crashes at them."""
+    folder = tmp_path / "sh\udcff"
+    assert shapes.make_shapes(folder, train=1, val=1, size=64) and (folder / "images/train/000001.jpg").stat().st_size
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="link.* leads nowhere; name another folder"):
+        shapes.make_shapes(tmp_path / "link", train=1, val=1, size=64)
 
 
 def test_somebody_elses_folder_is_refused(tmp_path):

@@ -70,6 +70,8 @@ def test_candidates_of_the_family(rows, levels, inputs, names):
 
 
 def test_networks_without_a_deploy_form(tmp_path):
+    with pytest.raises(ValueError, match="give the path of a .pt file"):
+        run("")
     path = saved(tiny_model(), tmp_path / "best.pt")
     with pytest.raises(ValueError, match="no file of cfg/deploy has this network; give the deploy yaml by --cfg"):
         run(path)

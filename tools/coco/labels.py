@@ -97,7 +97,7 @@ def scaled_annotations(content, tasks, side, fit):
     images, annotations = [], []
     for image, task in zip(content["images"], tasks, strict=True):
         placement = Placement.of(task.size, side, fit)
-        images.append(image | dict(zip(("width", "height"), placement.canvas, strict=True)))
+        images.append(image | {"file_name": task.name} | dict(zip(("width", "height"), placement.canvas, strict=True)))
         annotations += [_scaled(annotation, task.size, placement) for _, annotation in task.objects]
     return content | {"images": images, "annotations": annotations}
 

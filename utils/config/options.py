@@ -143,6 +143,8 @@ def _check_shorter_run(opt):
     drawn = [f"--{name.replace('_', '-')}" for name in ("image_weights", "multi_scale", "quad") if getattr(opt, name)]
     if opt.overfit and drawn:
         raise ValueError(f"--overfit trains the same images as they are, every epoch; drop {' '.join(drawn)}")
+    if opt.subset_seed and not opt.subset_size:
+        logger.warning("--subset-seed %d has no effect without --subset-size", opt.subset_seed)
     if opt.overfit and opt.resize_schedule:
         raise ValueError("--overfit has one image size; drop --resize-schedule and give --img-size")
     if opt.resize_schedule:

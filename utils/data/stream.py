@@ -1,5 +1,6 @@
 """Images and videos to run a trained model on, letterboxed and ready for the network."""
 
+import glob
 import logging
 import os
 from pathlib import Path
@@ -29,7 +30,8 @@ class LoadImages:
         videos = [file for file in files if _suffix(file) in VIDEO_SUFFIXES]
         if not images and not videos:
             raise ValueError(
-                f"{path}: no images ({', '.join(IMAGE_SUFFIXES)}) or videos ({', '.join(VIDEO_SUFFIXES)}) found"
+                f"{printable(path)}: no images ({', '.join(IMAGE_SUFFIXES)}) or "
+                f"videos ({', '.join(VIDEO_SUFFIXES)}) found"
             )
         self.files = images + videos
         self.num_images = len(images)
@@ -96,13 +98,15 @@ def _suffix(path):
 
 
 def _matching_files(path):
-    """Sorted paths that a file name, a folder (not its sub-folders or hidden files) or a pattern with * names."""
-    path = Path(path).absolute()
+    """Sorted paths that a file name, a folder (not its sub-folders or hidden files) or a pattern (*, ?, []) names."""
+    path = Path(os.path.expanduser(path)).absolute()
     if path.is_file():
         return [str(path)]
     if path.is_dir():
         return sorted(str(file) for file in path.glob("[!.]*") if file.is_file())
-    if "*" in str(path):
-        fixed = next(folder for folder in path.parents if "*" not in str(folder))
-        return sorted(str(file) for file in fixed.glob(str(path.relative_to(fixed))))
-    raise ValueError(f"{path}: does not exist; give an image, a video, a folder, or a pattern such as folder/*.jpg")
+    if glob.has_magic(str(path)):
+        fixed = next(folder for folder in path.parents if "*" not in str(folder) and folder.is_dir())
+        return sorted(str(file) for file in fixed.glob(str(path.relative_to(fixed))) if file.is_file())
+    raise ValueError(
+        f"{printable(path)}: does not exist; give an image, a video, a folder, or a pattern such as folder/*.jpg"
+    )

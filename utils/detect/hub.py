@@ -8,14 +8,14 @@ from pathlib import Path
 import cv2
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import nn
 
-from utils.data.images.reading import read_image, to_8bit
+from utils.data.images.reading import pillow_pixels, read_image, to_8bit
 from utils.data.transforms import letterbox
 from utils.detect.predict import Thresholds, suppress, to_original
 from utils.detect.results import HubResults
-from utils.system.files import shown
+from utils.system.files import cause_of, counted, printable, shown
 
 FETCH_SECONDS = 10
 
@@ -50,6 +50,7 @@ class AutoShape(nn.Module):
             return self.model(imgs.to(weight.device, weight.dtype), augment=augment, profile=profile)
         if not isinstance(size, (int, np.integer)) or size < 1:
             raise ValueError(f"size {shown(size)} has to be a whole number of pixels, such as 640")
+        self._check_attributes()
         clock = [time.perf_counter()]
         given = list(imgs) if isinstance(imgs, (list, tuple)) else [imgs]
         if not given:
@@ -67,6 +68,23 @@ class AutoShape(nn.Module):
         clock.append(time.perf_counter())
         times = [1e3 * (end - start) / len(images) for start, end in zip(clock, clock[1:], strict=False)]
         return HubResults(images, found, files, times, self.names, pixels.shape)
+
+    def _check_attributes(self):
+        """Raise ValueError for what a script has set that cannot be, and for a model of other images."""
+        for name in ("conf", "iou"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float, np.number)) or not 0 <= value <= 1:
+                raise ValueError(f"{name} {shown(value)} has to be between 0 and 1")
+        wanted = () if self.classes is None else np.atleast_1d(np.asarray(self.classes)).tolist()
+        for class_id in wanted:
+            if class_id not in range(len(self.names)):
+                raise ValueError(
+                    f"classes has {shown(class_id)}, and the detector knows the ids 0 to {len(self.names) - 1}"
+                )
+        channels = (self.yaml or {}).get("ch", 3)
+        if channels != 3:
+            number = counted(channels, "channel")
+            raise ValueError(f"the model takes images of {number}, which only a tensor can hold; give one")
 
     def _letterbox(self, images, size):
         """All images in the smallest common shape, by the stride, in which each has the long side `size`."""
@@ -91,7 +109,10 @@ def load(image, number: int = 0) -> tuple[np.ndarray, str]:
             image = read_image(image)[..., ::-1]
     elif isinstance(image, Image.Image):
         file = Path(getattr(image, "filename", "") or file).stem
-        image = np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+        try:
+            image = pillow_pixels(image)[..., ::-1]
+        except Exception as error:  # a lazy image is read here; Pillow has nearly every exception class there is
+            raise ValueError(f"image {number} ({printable(file)}) cannot be read ({cause_of(error)})") from error
     elif not isinstance(image, np.ndarray):
         raise ValueError(f"image {number} is a {type(image).__name__}; give paths, Pillow images or NumPy arrays")
     return np.ascontiguousarray(_as_rgb(image, number)), f"{file}.jpg"
@@ -106,7 +127,8 @@ def _as_rgb(image, number):
         image = np.repeat(image.reshape(*image.shape[:2], 1), 3, axis=2)
     if image.ndim != 3 or image.shape[2] not in (3, 4) or not image.size:
         raise ValueError(f"image {number} has the shape {list(image.shape)}; [height x width x 3] is wanted")
-    return to_8bit(image[..., :3])
+    image = image[..., :3]
+    return np.where(image, np.uint8(255), np.uint8(0)) if image.dtype == bool else to_8bit(image)
 
 
 def fetch(address: str) -> np.ndarray:

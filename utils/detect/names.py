@@ -79,7 +79,7 @@ def find_items(sources: Sequence[str]) -> list[Item]:
         )
     if streams:
         return _with_positions(_named_streams(streams))
-    files = sorted(dict.fromkeys(file for word in words for file in _files(word)))
+    files = _without_repetitions(file for word in words for file in _files(word))
     kinds = {file: _kind(file) for file in files}
     if not any(kinds.values()):
         below = [word for word in words if glob.glob(os.path.join(glob.escape(os.path.expanduser(word)), "*", ""))]
@@ -102,6 +102,15 @@ def find_items(sources: Sequence[str]) -> list[Item]:
     return _with_positions(items)
 
 
+def _without_repetitions(files):
+    """`files`, sorted; one that is named by several paths counts once. A link to another file is a file."""
+    places = {}
+    for file in sorted(files):
+        folder, name = os.path.split(file)
+        places.setdefault(os.path.join(os.path.realpath(folder), name), file)
+    return list(places.values())
+
+
 def _words(source):
     """A source, or the lines of a list of sources."""
     if not source.lower().endswith(".txt") or os.path.isdir(source):
@@ -117,12 +126,18 @@ def _words(source):
         raise ValueError(f"--source {printable(source)} is empty; a list has one source a line")
     if nested := [line for line in lines if line.lower().endswith(".txt")]:
         raise ValueError(f"{printable(source)} names the list {printable(nested[0])}; a list holds no lists")
-    beside = os.path.dirname(source)
-    words = [os.path.join(beside, line) if os.path.exists(os.path.join(beside, line)) else line for line in lines]
+    words = [_beside(line, os.path.dirname(source)) for line in lines]
     for word in words:
         if not _is_stream(word) and not _exists(word):
             raise ValueError(f"--source {printable(source)} names {printable(word)}, which does not exist")
     return words
+
+
+def _beside(line, folder):
+    """What a line of a list in `folder` means: a path from there, else from here; also with Windows' backslashes."""
+    ways = dict.fromkeys((line, line.replace("\\", "/")))
+    exact = [path for way in ways for path in (os.path.join(folder, way), way) if os.path.exists(path)]
+    return next(iter(exact), next((way for way in ways if _exists(way)), line))
 
 
 def _exists(word):

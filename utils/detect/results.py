@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from utils.detect.writers import counts_text, cut, folder_name, write_image
+from utils.detect.writers import counts_text, cut, file_name, folder_name, write_image
 from utils.metrics.names import class_names
 from utils.ops.boxes import xyxy2xywh
 from utils.plots.images import class_name, draw_detections
@@ -82,7 +82,7 @@ class HubResults:
                 label, part = class_name(self.names, cls), cut(image, box)
                 crops.append({"box": box, "conf": conf, "cls": int(cls), "label": label, "im": part})
                 if folder and part.size:
-                    file = folder / "crops" / folder_name(label) / f"{Path(name).stem}_{number}.jpg"
+                    file = folder / "crops" / folder_name(label) / file_name(Path(name).stem, f"_{number}.jpg")
                     write_image(file, part[..., ::-1])
         return crops
 

@@ -24,7 +24,7 @@ from utils.detect.names import NOTHING, Frame, Item
 from utils.metrics.coco import detection_rows
 from utils.metrics.text_files import write_rows
 from utils.plots.images import BoxStyle, class_name, draw_detections
-from utils.system.files import atomic_write, printable
+from utils.system.files import atomic_write, printable, short_name
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class LabelFiles:
         folder.mkdir(parents=True, exist_ok=True)
 
     def add(self, frame: Frame, detections: torch.Tensor) -> None:
-        path = self.folder / f"{frame.name}.txt"
+        path = self.folder / file_name(frame.name, ".txt")
         path.parent.mkdir(parents=True, exist_ok=True)
         write_rows(path, detections, frame.image.shape[:2], self.with_confidence)
 
@@ -190,35 +190,48 @@ class CsvFile:
 class JsonFile:
     """All detections in COCO's result format, with the names of image (and frame) and class beside their numbers.
 
-    `category_ids` [class id -> category id]. An image whose name is a number has that as its id, else its name.
+    `category_ids` [class id -> category id]. An image whose name is a number has that as its id, else its name; so have
+    all where two names are one number (1 and 01).
     """
 
     def __init__(self, path: Path, names: Sequence, category_ids: Sequence[int]):
         self.path, self.names, self.category_ids, self.rows = path, names, category_ids, []  # type: ignore[var-annotated]
 
     def add(self, frame: Frame, detections: torch.Tensor) -> None:
-        image_id = int(frame.name) if frame.name.isdecimal() else frame.name
-        rows = detection_rows(detections, image_id, self.category_ids)
+        rows = detection_rows(detections, frame.name, self.category_ids)
         for row, class_id in zip(rows, detections[:, 5].tolist(), strict=True):
             self.rows.append(row | {"file_name": frame.item.label, "name": str(self.names[int(class_id)])})
 
     def close(self) -> None:
+        image_names = {row["image_id"] for row in self.rows}
+        numbers = {name: int(name) for name in image_names if name.isdecimal()}
+        ids = numbers if len(set(numbers.values())) == len(numbers) else {}
         with atomic_write(self.path, "w") as file:
-            json.dump(self.rows, file)
+            json.dump([row | {"image_id": ids.get(row["image_id"], row["image_id"])} for row in self.rows], file)
 
 
 class Crops:
-    """crops/<class>/<image>_<k>.jpg: detection k (from 1, the best one) of each image, without its box."""
+    """crops/<class>/<image>_<k>.jpg: detection k (from 1, the best one) of each image, without its box.
+
+    They take the place of those that an earlier detection left of the same image.
+    """
 
     def __init__(self, folder: Path, names: Sequence):
         self.folder, self.names = folder, names
+        self.earlier: dict[str, list[Path]] = {}  # by the name of the image
+        for path in folder.glob("*/**/*_*.jpg"):
+            image_name, _, number = Path(*path.relative_to(folder).parts[1:]).with_suffix("").as_posix().rpartition("_")
+            if number.isdecimal():
+                self.earlier.setdefault(image_name, []).append(path)
 
     def add(self, frame: Frame, detections: torch.Tensor) -> None:
+        for path in self.earlier.pop(frame.name, ()):
+            path.unlink(missing_ok=True)
         for number, (*box, _, class_id) in enumerate(detections.tolist(), 1):
             crop = cut(frame.image, box)
             if crop.size:
                 folder = self.folder / folder_name(self.names[int(class_id)])
-                write_image(folder / f"{frame.name}_{number}.jpg", crop)
+                write_image(folder / file_name(frame.name, f"_{number}.jpg"), crop)
 
     def close(self) -> None:
         """Nothing is left open."""
@@ -226,7 +239,13 @@ class Crops:
 
 def folder_name(name: object) -> str:
     """The name of a class as that of a folder, on any system."""
-    return re.sub(r"[^\w. -]", "_", str(name)).strip(". ") or "_"
+    return short_name(re.sub(r"[^\w. -]", "_", str(name)).strip(". ") or "_")
+
+
+def file_name(image_name: str, end: str) -> str:
+    """The file of a result of an image, which may have a folder in its name, on any file system."""
+    folder, name = os.path.split(image_name)
+    return os.path.join(folder, short_name(name, end))
 
 
 def cut(image: np.ndarray, box_xyxy: Sequence[float]) -> np.ndarray:

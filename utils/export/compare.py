@@ -15,7 +15,7 @@ from utils.data.transforms import letterbox
 from utils.export.outputs import OnnxDetections, TensorRTDetections, as_list
 from utils.export.writers import quiet
 from utils.ops.boxes import box_iou
-from utils.system.files import folded
+from utils.system.files import folded, printable
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +38,19 @@ def images_to_compare(source="", data=""):
         return images, source
     if data:
         files = find_images(load_data_yaml(data, needed=("val",)).val)[0]
-        return [read_image(file) for file in files[:MAX_IMAGES]], f"the first val images of {data}"
+        images = list(islice(_readable(files), MAX_IMAGES))
+        if not images:
+            raise ValueError(f"--data {printable(data)}: none of its val images can be read")
+        return images, f"the first val images of {data}"
     return [drawn_image()], "a drawn image (--source or --data: yours)"
+
+
+def _readable(files):
+    for file in files:
+        try:
+            yield read_image(file)
+        except ValueError as error:
+            logger.warning("skipped: %s", error)
 
 
 def drawn_image(height=480, width=640):

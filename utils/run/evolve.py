@@ -13,7 +13,7 @@ from utils.config.hyp import HYPER_PARAMETERS
 from utils.config.limits import SHARE
 from utils.metrics.detection import fitness
 from utils.plots.run import plot_evolution
-from utils.system.files import atomic_write, read_text, split_lines
+from utils.system.files import atomic_write, counted, printable, read_text, split_lines
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,8 @@ def evolve(train: Callable, hyp: dict, save_dir: str | Path, generations: int) -
     hyp.setdefault("anchors", 3)
     names = [name for name, row in HYPER_PARAMETERS.items() if row.mutation and name in hyp]
     table = Path(save_dir) / "evolve.txt"
+    if earlier := len(read_table(table, names)):
+        logger.info("The search goes on from the %s of %s", counted(earlier, "row"), printable(table))
     for generation in range(generations):
         rows = read_table(table, names)
         candidate = mutate(choose_parent(rows, names, hyp), names) if len(rows) else dict(hyp)

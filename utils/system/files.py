@@ -3,6 +3,7 @@
 import codecs
 import errno
 import fcntl
+import hashlib
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 OWN_TESTS = PROJECT_ROOT / "tests"  # its data sets are nobody's missing file
 
+LONGEST_NAME = 255  # bytes of a file's name, on nearly all file systems
 # The long marks come first, because the UTF-32 mark begins with the UTF-16 mark.
 STAND_INS = (
     (r"version https?://(git-lfs|hawser)\.github\.com", "a Git LFS pointer, fetch the file with git lfs pull"),
@@ -174,7 +176,7 @@ def replacement(target):
     one is gone. A process that is killed leaves it behind, unlocked: see `remove_leftovers`.
     """
     target = Path(os.path.realpath(target))  # write through a symbolic link instead of replacing it
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+    temporary = target.with_name(f".{_start_of_name(target.name)}.{secrets.token_hex(6)}.tmp")
     descriptor = None
     try:
         descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
@@ -190,6 +192,20 @@ def replacement(target):
     finally:
         if descriptor is not None:
             os.close(descriptor)
+
+
+def _start_of_name(name):
+    """What of a name of a file is in that of its temporary neighbour: all, or as much as a file system has room for."""
+    return os.fsdecode(os.fsencode(name)[: LONGEST_NAME - len("..0123456789ab.tmp")])
+
+
+def short_name(stem, end="", longest=LONGEST_NAME):
+    """`stem` + `end`; if that is too long for a file system, with a check sum in place of the end of the stem."""
+    room = longest - len(os.fsencode(end))
+    if len(os.fsencode(stem)) > room:
+        mark = f"-{hashlib.sha256(os.fsencode(stem)).hexdigest()[:12]}"
+        stem = os.fsencode(stem)[: room - len(mark)].decode("utf-8", "ignore") + mark
+    return stem + end
 
 
 @contextmanager
@@ -214,7 +230,7 @@ def remove_leftovers(folder, name=None):
     """
     if not Path(folder).is_dir():
         return
-    wanted = re.compile(rf"\.{re.escape(name) if name else '.+'}\.[0-9a-f]{{12}}\.tmp")
+    wanted = re.compile(rf"\.{re.escape(_start_of_name(name)) if name else '.+'}\.[0-9a-f]{{12}}\.tmp", re.DOTALL)
     for path in [entry for entry in Path(folder).iterdir() if wanted.fullmatch(entry.name)]:
         with suppress(OSError), path.open("r+b") as file:  # locked, or gone meanwhile
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

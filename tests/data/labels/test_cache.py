@@ -141,6 +141,15 @@ def test_different_sources_have_different_caches(tmp_path):
     assert caches[3].parent == tmp_path
 
 
+def test_folders_with_very_long_names(tmp_path, scans, caplog):
+    folders = [make_dataset(tmp_path, {"a": BOX}, f"images/{'x' * 249}{end}") for end in ("a", "b")]
+    caches = [cache_of(folder) for folder in folders]
+    assert len(set(caches)) == 2 and all(len(file.name) < 210 for file in caches)
+    for _ in range(2):
+        assert [len(scan_dataset(folder).labels) for folder in folders] == [1, 1]
+    assert len(scans) == 2 and all(file.is_file() for file in caches) and not caplog.records
+
+
 def test_a_cache_that_cannot_be_written_costs_one_warning(tmp_path, scans, monkeypatch, caplog):
     folder = make_dataset(tmp_path, {"a": BOX})
 

@@ -91,7 +91,7 @@ def test_a_segmentation_that_is_none(segmentation):
 def test_annotations_in_the_pixels_of_the_new_image():
     content = {"info": {"year": 2017}, "images": [{"id": 4, "file_name": "a.jpg", "width": 100, "height": 50}],
                "annotations": [], "categories": []}  # fmt: skip
-    task = Task(Path("a.jpg"), Path("b.jpg"), Path("b.txt"), (100, 50), [(0, annotation(area=300))])
+    task = Task(Path("a.jpg"), Path("b.jpg"), Path("b.txt"), (100, 50), [(0, annotation(area=300))], "a.jpg")
     found = scaled_annotations(content, [task], 50, "pad")
     assert found["images"] == [{"id": 4, "file_name": "a.jpg", "width": 50, "height": 50}]
     assert found["annotations"] == [{"id": 1, "bbox": [5, 17.0, 10, 10], "iscrowd": 0, "area": 75}]

@@ -252,20 +252,25 @@ def _webp_orientation(data):
 def _read_with_pillow(path, data):
     try:
         with Image.open(io.BytesIO(data)) as image:
-            image = ImageOps.exif_transpose(image)
-            if image.mode[0] in "IF":  # integers or floats of more than 8 bits
-                return _three_channels(to_8bit(np.asarray(image)))
-            return np.asarray(image.convert("RGB"))[..., ::-1]
+            return pillow_pixels(image)
     except Exception as error:  # see image_size
         why = _kind_of(data[:256].tobytes()) or _detail(error)
         raise ValueError(f"{printable(path)}: not a readable image{why}") from error
+
+
+def pillow_pixels(image):
+    """The pixels [h x w x 3, uint8, BGR] of a Pillow image, turned upright; Pillow itself cuts all above 255 off."""
+    image = ImageOps.exif_transpose(image)
+    if image.mode[0] in "IF":  # integers or floats of more than 8 bits
+        return _three_channels(to_8bit(np.asarray(image)))
+    return np.asarray(image.convert("RGB"))[..., ::-1]
 
 
 def to_8bit(samples):
     """Samples of any number type as uint8, by the rules at the top of this file."""
     if samples.dtype == np.uint8:
         return samples
-    if samples.dtype == np.uint16:
+    if samples.dtype.kind == "u" and samples.dtype.itemsize == 2:  # of either byte order
         return (samples >> 8).astype(np.uint8)
     if samples.dtype.kind == "f":
         samples = np.nan_to_num(samples.astype(np.float64), nan=0.0)

@@ -15,12 +15,13 @@ import numpy as np
 
 from utils.data.labels.rows import Finding
 from utils.ops.polygons import Polygons
-from utils.system.files import atomic_write, link_to_nowhere, printable, remove_leftovers
+from utils.system.files import LONGEST_NAME, atomic_write, link_to_nowhere, printable, remove_leftovers, short_name
 
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 8  # raise it whenever the content of the archive or the rules of the scan change
 ABSENT = (-1, -1, -1)
+LONGEST_CACHE_NAME = LONGEST_NAME - 50  # bytes; the caches of pixels beside it have longer names
 
 
 def cache_location(path, label_files):
@@ -32,7 +33,7 @@ def cache_location(path, label_files):
     entries = [os.path.abspath(entry) for entry in (path if isinstance(path, (list, tuple)) else [path])]
     anchor = Path(entries[-1]) if os.path.isfile(entries[-1]) else Path(label_files[0]).parent.absolute()
     digest = hashlib.sha256("\n".join(entries).encode("utf-8", "surrogateescape")).hexdigest()[:8]
-    return anchor.with_name(f"{anchor.name}.{digest}.cache")
+    return anchor.with_name(short_name(anchor.name, f".{digest}.cache", LONGEST_CACHE_NAME))
 
 
 def signature(img_files, label_files, keypoints=None):
