@@ -92,6 +92,7 @@ def train(given):
     opt, device, ranks = run.options, run.device, run.ranks
     distributed.init_seeds(2 + ranks.rank)
     paths = fast_paths.choose(opt, device)
+    paths.reading(run)
     model, stored = build_model(run)
     freeze_layers(model, opt.freeze)
     trainer, progress = open_trainer(run, model, stored)

@@ -1,6 +1,7 @@
 """Processes that a run or a tool starts: how they begin, so that none of them is left over."""
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -49,6 +50,7 @@ def enter_child(parent: int | None) -> None:
 
     `parent` is None where that cannot be: not forked by a main thread, which lives as long as its process.
     """
+    gc.freeze()  # or it would look for garbage among all that the parent has, and copy its pages by that
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
