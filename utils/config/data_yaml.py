@@ -128,7 +128,7 @@ def read_yaml(path: str | Path, texts: dict | None = None) -> dict:
         content = yaml.SafeLoader("").construct_document(root) if root else None
     except Exception as error:  # PyYAML lets through whatever int(), float() and the like raise for a value
         raise ValueError(f"{printable(path)}:{_line_of(error, text)}: not valid yaml: {_problem(error)}") from error
-    if not _is_bounded(content):
+    if not is_bounded(content):
         raise ValueError(f"{printable(path)}: more than {MAX_ENTRIES} entries once its *aliases are written out")
     if not isinstance(content, dict):
         found = "nothing, the file is empty" if content is None else type(content).__name__
@@ -181,7 +181,7 @@ def _bracket_depth(text):
     return max(accumulate((1 if bracket in "[{" else -1 for bracket in re.findall(r"[\[\]{}]", text)), initial=0))
 
 
-def _is_bounded(content):
+def is_bounded(content):
     """Whether lists and mappings hold at most MAX_ENTRIES things, those counted again that are named again."""
     waiting, count = [content], 0
     while waiting and count <= MAX_ENTRIES:
