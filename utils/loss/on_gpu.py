@@ -226,7 +226,7 @@ def find_candidates(batch: TargetSet) -> Slots:
     found = _new_slots(batch, num_slots, batch.slots)
     assign_kernels.candidates_kernel[(shapes[0][0],)](
         *tensors, found.cells, found.targets, found.counts, found.per_layer, batch.threshold, batch.reach,
-        L=len(shapes), A=shapes[0][1], COUNTED=True, BLOCK=512, num_warps=4, **EXACT,
+        L=len(shapes), A=shapes[0][1], BLOCK=512, num_warps=4, **EXACT,
     )  # fmt: skip
     return found
 
