@@ -7,7 +7,7 @@ import torch
 import yaml
 from torch import nn
 
-from models.config import level_anchors, read_cfg, resolve_argument
+from models.config import read_cfg, resolve_argument
 from models.yolo import Model
 from tests.tiny_model import CFG
 from utils.system.files import PROJECT_ROOT as ROOT
@@ -273,11 +273,6 @@ def test_auxiliary_head_with_a_number_of_anchors():
     assert (head.nl, head.na, len(head.m), len(head.m2)) == (2, 2, 2, 2)
     maps = model(torch.zeros(2, 3, 64, 64))
     assert [list(level.shape) for level in maps] == [[2, 2, 8, 8, 8], [2, 2, 4, 4, 8]] * 2
-
-
-def test_level_anchors():
-    assert level_anchors(1, 2) == [[0, 1], [0, 1]]
-    assert level_anchors([[1, 2], [3, 4]], 2) == [[1, 2], [3, 4]]
 
 
 # A file on top of another one -----------------------------------------------------------------------------------------

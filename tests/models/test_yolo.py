@@ -172,8 +172,10 @@ def sample_model():
 
 
 @torch.no_grad()
-def test_copies_and_files_give_the_same_output():
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_copies_and_files_give_the_same_output(is_fused):
     model, x = sample_model(), image((1, 3, 64, 96))
+    model = model.fuse() if is_fused else model
     expected = model(x)[0]
     assert copy.deepcopy(model)(x)[0].equal(expected)
     file = io.BytesIO()
@@ -183,15 +185,6 @@ def test_copies_and_files_give_the_same_output():
     assert loaded(x)[0].equal(expected)
     assert all(tensor.numel() == 1 for tensor in loaded.model[-1].grid)  # grids never travel
     assert loaded.stride is loaded.model[-1].stride
-
-
-@torch.no_grad()
-def test_file_of_a_fused_model_works():
-    model, x = sample_model().fuse(), image((1, 3, 64, 64))
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    assert torch.load(file, weights_only=False)(x)[0].equal(model(x)[0])
 
 
 def test_attributes_that_stock_tools_read():
