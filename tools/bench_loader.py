@@ -127,7 +127,7 @@ def measure(dataset, options, flags):
 
 
 def rooms_on_gpu():
-    """Tensors by number, each made once, as the Prefetcher has them."""
+    """Buffers on the GPU by number, made once and used again, as the Prefetcher has them."""
     rooms = {}
 
     def room(number, shape):
