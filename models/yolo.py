@@ -23,7 +23,7 @@ from models.config import (
     read_cfg,
     resolve_argument,
 )
-from models.detection import DetectionLayer, cell_grid  # noqa: F401  (cell_grid: for those who know it from here)
+from models.detection import DetectionLayer
 from models.multihead import MultiHeadDetect, heads_arguments
 from models.multihead_attention import MultiHeadDetectAttention
 from models.summary import SizeLimit, model_summary, timed

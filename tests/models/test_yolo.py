@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.yolo import Model, cell_grid, scale_images
+from models.yolo import Model, scale_images
 from tests.golden_fill import fill, image, v
 from tests.parity import GOLDEN, check
 
@@ -287,12 +287,6 @@ def test_start_of_norms_and_activations():
         assert (norm.eps, norm.momentum, int(norm.num_batches_tracked)) == (1e-3, 0.03, 1)
         assert norm.running_mean.eq(0).all() and norm.running_var.eq(0.9).all()
     assert model.model[3].act.inplace and not model.model[0].act.inplace
-
-
-def test_cell_grid_by_hand():
-    grid = cell_grid(2, 3, "cpu")
-    assert grid.shape == (1, 1, 2, 3, 2) and grid.dtype == torch.float32
-    assert grid[0, 0, 1, 2].tolist() == [2, 1] and grid[0, 0, 0, 1].tolist() == [1, 0]
 
 
 def test_scaled_image_is_padded_right_and_below():
