@@ -125,8 +125,6 @@ def compare(base, a, b, out, repeats=3, seed=0, timeout=None, devices=(None,), s
     `side_by_side` the runs of a pair are on two devices at the same time, which the next pair exchanges. Raises
     ValueError when a run fails: then nothing compares.
     """
-    for side in (a, b):
-        command_line.check_arguments([*base, *side.flags], f"side {side.name}")
 
     def one(k, side, device):
         arguments = on_device([*base, *side.flags, *([] if seed is None else ["--seed", str(seed + k)])], device)

@@ -87,8 +87,7 @@ def main(opt):
     logger.info("Compared on random numbers and %s", shown)
     cfgs = [check_file(opt.cfg, (".yaml", ".yml"))] if opt.cfg else candidates(model)
     twin = find_deploy_model(model, cfgs, images)
-    for parameter in twin.parameters():
-        parameter.requires_grad = False
+    twin.requires_grad_(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     save({"model": twin.half(), "optimizer": None, "training_results": None, "epoch": -1}, path)
     worst = differences(attempt_load(opt.weights), attempt_load(path), images)
