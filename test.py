@@ -27,6 +27,7 @@ from utils.metrics.multi_head import heads_of, score_heads
 from utils.metrics.text_files import TextFiles
 from utils.plots.run import plot_study, wait_for_background
 from utils.run import entry
+from utils.run.folder import OTHER_FOLDER
 from utils.system.distributed import select_device
 from utils.system.files import atomic_write, check_can_be_made, check_file, check_replaceable, counted, increment_path
 from utils.system.folder_lock import check_free, own
@@ -34,7 +35,6 @@ from utils.system.folder_lock import check_free, own
 logger = logging.getLogger("test")
 
 SPLITS = ("train", "val", "test")  # the other tasks score many times
-OTHER_FOLDER = "choose another --name or --project"
 
 
 def open_loader(opt, data, split, image_size, stride, batch_size):
