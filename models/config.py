@@ -40,7 +40,7 @@ def read_cfg(cfg, ch=3, nc=None, anchors=None):
     """
     where = describe(cfg)
     if isinstance(cfg, dict) and not is_bounded(cfg):
-        raise ValueError(f"{where} has too many entries")
+        raise ValueError(f"{where} has too many entries: it is damaged, give another one")
     content = deepcopy(cfg) if isinstance(cfg, dict) else _load_with_base(Path(cfg), where)
     missing = [key for key in REQUIRED_KEYS if content.get(key) is None]
     if missing:

@@ -65,11 +65,12 @@ def group_by_shape(counts, shapes, num_heads, seed=0):
 
 
 def k_means(points, k, seed):
-    """Which of `k` clusters each of `points` [n x d] belongs to [n]: the start with the smallest distances counts."""
+    """Which of `k` clusters each of `points` [n x d] belongs to [n]."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a cluster that became empty; another start does better
         runs = [kmeans2(points, k, minit="++", seed=seed + start) for start in range(RESTARTS)]
-    return min(runs, key=lambda run: ((points - run[0][run[1]]) ** 2).sum())[1]  # run: centres, cluster of each point
+    inertias = [((points - centres[label]) ** 2).sum() for centres, label in runs]
+    return runs[int(np.argmin(inertias))][1]
 
 
 def group_by_count(counts, num_heads):
