@@ -151,11 +151,12 @@ def train(given):
 def finish_run(run, loaders, report, checkpoints, progress, seconds):
     """After the last epoch: plots, the official score on COCO, weights for inference, and what the run achieved."""
     report.last_plots()  # are drawn while the weights are made
+    closing = loaders.close()  # so is this done meanwhile
     try:
         for path in checkpoints.written() if run.data.is_coco and run.data.nc == 80 else ():
             score_checkpoint(path, run.data, run.options, loaders.val.dataset.img_size, iou_thres=0.7)
         checkpoints.strip(rebuild)
-        loaders.close()
+        closing.join()
     finally:
         report.finish()
     if run.ranks.is_main:

@@ -136,7 +136,7 @@ class Checkpoints:
             is_copy = are_same and path == self.last
             if not is_copy:
                 checkpoint = self.read(path)
-                content = _inference_content(rebuild(checkpoint.for_inference()), checkpoint)
+                content = _inference_content(self.inference_model(checkpoint, rebuild), checkpoint)
             if path == self.last and checkpoint.optimizer is not None:  # not when a kill came between the two files
                 with replacement(full_state_path(path)) as full:
                     _link(path, full)
@@ -146,6 +146,10 @@ class Checkpoints:
             else:
                 save(content, path)
             logger.debug("Optimizer stripped from %s, %.1fMB", path, path.stat().st_size / 1e6)
+
+    def inference_model(self, checkpoint: Checkpoint, rebuild: Callable[[StoredModel], nn.Module]) -> nn.Module:
+        """The model of a checkpoint for inference."""
+        return rebuild(checkpoint.for_inference())
 
     def are_same(self) -> bool:
         """Whether last.pt and best.pt hold the same: the last epoch was the best one."""

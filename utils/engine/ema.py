@@ -4,6 +4,7 @@ import math
 from copy import deepcopy
 
 import torch
+from torch import nn
 
 from utils.system.distributed import unwrap
 
@@ -25,6 +26,23 @@ def average_per_tensor(ema, model, decay):
 def new_half_copy(model):
     """A copy of `model` in half precision."""
     return deepcopy(model).half()
+
+
+def empty_half_copy(model, device=None, memory_format=torch.preserve_format):
+    """As `new_half_copy`, content undefined; on the device of `model` unless `device` says another."""
+    copies = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        dtype = torch.half if tensor.is_floating_point() else tensor.dtype
+        copies[id(tensor)] = torch.empty_like(tensor, dtype=dtype, device=device, memory_format=memory_format)
+    return copy_with(copies, model)
+
+
+def copy_with(tensors, model):
+    """A copy of `model` whose parameters and buffers are `tensors` {id of the original: tensor}."""
+    known = dict(tensors)
+    for parameter in model.parameters():
+        known[id(parameter)] = nn.Parameter(tensors[id(parameter)], parameter.requires_grad)
+    return deepcopy(model, known)  # which takes those instead of making copies
 
 
 class ModelEMA:

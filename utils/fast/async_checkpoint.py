@@ -2,14 +2,13 @@
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from copy import deepcopy
-from threading import Event
 
 import torch
 from torch import nn
 
-from utils.engine.checkpoint import Checkpoints, in_stock_order
+from utils.engine.checkpoint import Checkpoints
 from utils.engine.checkpoint_reader import Checkpoint, stored_model
+from utils.engine.ema import copy_with, empty_half_copy
 from utils.system.distributed import unwrap
 from utils.system.files import cause_of, printable
 
@@ -28,10 +27,10 @@ class BackgroundCheckpoints(Checkpoints):
         super().__init__(folder, epochs, save_every_epoch, period)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._pending, self._newest = None, ((), {})  # the files written last, and their content
-        self.copies, self._is_filled = HostCopies(), Event()
+        self.copies = HostCopies()
 
     def initial(self, model):
-        self.write(in_stock_order(model), [self.folder / "init.pt"])
+        self._begin(on_host(unwrap(model)), [self.folder / "init.pt"])
 
     def after_epoch(self, make_content, epoch, is_best):
         self.wait()
@@ -40,17 +39,16 @@ class BackgroundCheckpoints(Checkpoints):
 
     def write(self, content, paths):
         self.copies.fetch()
-        content = snapshot(content, self.copies.owned())
-        self._is_filled.clear()
+        self._begin(snapshot(content, self.copies.owned()), paths)
+
+    def _begin(self, content, paths):
         self._pending, self._newest = self._writer.submit(self._write_all, content, paths), (paths, content)
 
     def _write_all(self, content, paths):
         try:
             self.copies.fill()
-            self._is_filled.set()
             super().write(content, paths)
         except Exception as error:  # raised again by `wait`
-            self._is_filled.set()
             logger.warning("%s could not be written: %s", " or ".join(map(printable, paths)), cause_of(error))
             raise
 
@@ -65,14 +63,16 @@ class BackgroundCheckpoints(Checkpoints):
         return super().written()
 
     def strip(self, rebuild):
-        if self.last in self._newest[0]:  # the model is made while the thread still writes the file
-            self._is_filled.wait()
-            newest = self.read(self.last).for_inference()
-            model = rebuild(newest)
-            super().strip(lambda stored: model if stored.yaml is newest.yaml else rebuild(stored))
-        else:
-            super().strip(rebuild)
+        super().strip(rebuild)
         self._newest = (), {}
+
+    def inference_model(self, checkpoint, rebuild):
+        """That of a checkpoint in memory is there already; to build another takes a tenth of a second."""
+        if checkpoint.path not in self._newest[0]:
+            return super().inference_model(checkpoint, rebuild)
+        model = self._newest[1]["ema"]
+        model.yaml_file = None  # as of one that is built of the yaml in a checkpoint
+        return model
 
     def are_same(self):
         return {self.last, self.best} <= {*self._newest[0]} or super().are_same()
@@ -105,7 +105,8 @@ class HostCopies:
     def half_model(self, model):
         model = unwrap(model)
         if id(model) not in self.models:
-            self.models[id(model)] = _empty_copy(model)
+            copy = empty_half_copy(model, "cpu", torch.contiguous_format)
+            self.models[id(model)] = _attributes_on_host(copy)
         copy = self.models[id(model)]
         for name, value in vars(model).items():  # names, hyp and the like may have changed since
             if not name.startswith("_"):
@@ -156,13 +157,24 @@ class HostCopies:
         self.wanted = []
 
 
-def _empty_copy(model):
-    """A copy of `model` as `in_stock_order(model).half()`, in host memory; content undefined."""
-    memo = {}  # what deepcopy is to take instead of copies: {id of the original: tensor}
-    for value in (*model.parameters(), *model.buffers()):
-        copy = torch.empty(value.shape, dtype=torch.half if value.is_floating_point() else value.dtype)
-        memo[id(value)] = nn.Parameter(copy, value.requires_grad) if isinstance(value, nn.Parameter) else copy
-    return snapshot(deepcopy(model, memo))
+def on_host(model):
+    """A copy of `model` as `in_stock_order(model)`, in host memory."""
+    copies, tensors = {}, [*model.parameters(), *model.buffers()]
+    for dtype in {tensor.dtype for tensor in tensors}:
+        of_type = [tensor for tensor in tensors if tensor.dtype == dtype]
+        together = torch.cat([tensor.detach().flatten() for tensor in of_type]).cpu()  # one copy instead of hundreds
+        parts = together.split([tensor.numel() for tensor in of_type])
+        copies |= {id(tensor): part.clone().view(tensor.shape) for tensor, part in zip(of_type, parts, strict=True)}
+    return _attributes_on_host(copy_with(copies, model))
+
+
+def _attributes_on_host(model):
+    """`model`, whose tensors that are neither parameters nor buffers, such as class weights, lie in host memory now."""
+    for layer in model.modules():
+        attributes = {name: value for name, value in vars(layer).items() if isinstance(value, torch.Tensor)}
+        for name, value in attributes.items():
+            setattr(layer, name, value.cpu())
+    return model
 
 
 def _storage_address(tensor):
@@ -181,11 +193,7 @@ def snapshot(content, owned=()):
     if isinstance(content, torch.Tensor):
         return content.detach().to("cpu", copy=True)
     if isinstance(content, nn.Module):
-        for layer in content.modules():  # class_weights and the like, which are neither parameters nor buffers
-            attributes = {name: value for name, value in vars(layer).items() if isinstance(value, torch.Tensor)}
-            for name, value in attributes.items():
-                setattr(layer, name, value.cpu())
-        return content.cpu()
+        return _attributes_on_host(content).cpu()
     if isinstance(content, dict):
         return {key: snapshot(value, owned) for key, value in content.items()}
     if isinstance(content, list | tuple):

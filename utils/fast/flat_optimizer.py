@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from utils.engine.ema import new_half_copy
+from utils.engine.ema import empty_half_copy
 
 ALIGNED = 64  # elements; every tensor starts at a multiple of this in a flat one, as kernels like it
 
@@ -103,8 +103,7 @@ class KeptHalfCopy:
     def __call__(self, model):
         """`ema.new_half_copy`, always the same object."""
         if model is not self.source:
-            self.source, self.copy = model, new_half_copy(model)
-            return self.copy
+            self.source, self.copy = model, empty_half_copy(model)
         for tensors in (torch.nn.Module.parameters, torch.nn.Module.buffers):
             torch._foreach_copy_(list(tensors(self.copy)), list(tensors(model)))
         for name, value in vars(model).items():

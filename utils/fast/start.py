@@ -2,7 +2,8 @@
 
 torch's compiler    is not imported only because an optimiser is made
 cuDNN, cuBLAS       are loaded by a thread, while the model is built and the data are read
-convolutions        are chosen and loaded by a thread, while Python runs the layers
+convolutions        are chosen and loaded while a thread runs the layers; the steps make backward passes in their thread,
+                    so that what was chosen there holds
 cuDNN's search      is left out in a run that is too short to win back the seconds that it takes
 Triton's kernels    are compiled by processes, as threads would wait for Python's lock, then loaded by threads at once
 threads of torch    are not used on the host: operations there are so small that threads would only wait for each other
@@ -18,6 +19,7 @@ from concurrent.futures import Executor, Future, InvalidStateError, ThreadPoolEx
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from multiprocessing import get_context
+from queue import SimpleQueue
 from threading import Lock, Thread, local
 from types import SimpleNamespace
 from typing import Any
@@ -58,6 +60,7 @@ def prepare(is_ahead: bool, device: torch.device, with_loss: bool = False) -> Ca
     sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = not is_ahead  # until the number of steps is known
+        torch.autograd.set_multithreading_enabled(not is_ahead)  # for this thread
         one_thread()
         loading = Thread(target=load_libraries, args=(device, with_loss), name="loading cuDNN")
         loading.start()
@@ -124,9 +127,9 @@ def compile_ahead(steps: Any, shape: Sequence[int], num_steps: int) -> None:
     logger.info("Preparing the kernels for images %s ...", " x ".join(map(str, shape)))
     with held_back():
         total = dry_loss(trainer.compute_loss, shape, device)  # first: it asks the device whether kernels work
-        with getattr(steps, "on_stream", nullcontext)(), compiled_ahead(device) as kernels, convolved_beside(device):
+        with getattr(steps, "on_stream", nullcontext)(), compiled_ahead(device) as kernels:
             images = steps.as_input(torch.zeros(shape, dtype=torch.uint8, device=device))
-            dry_pass(trainer.network, images, trainer.autocast, total)
+            with_convolutions_here(device, partial(dry_pass, trainer.network, images, trainer.autocast, total))
         torch.cuda.synchronize(device)
     logger.info("%s ready after %.1f s", counted(len(kernels), "kernel of Triton", "kernels of Triton"),
                 time.monotonic() - began)  # fmt: skip
@@ -166,45 +169,59 @@ def dry_pass(network: torch.nn.Module, images: torch.Tensor, autocast: Callable,
         parameter.grad = gradient
 
 
-@contextmanager
-def convolved_beside(device: torch.device) -> Iterator[None]:
-    """Within, a thread runs the convolutions of channels-last maps; they return at once, results of undefined content.
+def with_convolutions_here(device: torch.device, work: Callable[[], object]) -> None:
+    """Let a thread call `work()`; convolutions of channels-last maps in it are run here, by the calling thread.
 
-    For each geometry cuDNN chooses a kernel and loads it, which takes milliseconds in which nothing else would happen.
-    It is one thread, because several would wait for each other and delay the rest. Memory comes from the current
-    stream. Where cuDNN is to search, nothing is different: its measurements of time need the device for themselves.
+    In `work` they return at once, results of undefined content. For each geometry cuDNN chooses a kernel and loads it,
+    which takes milliseconds in which nothing else would happen. It keeps the choices of each thread apart: they are
+    made by the thread that will make the steps. Memory comes from the current stream. Where cuDNN is to search, `work`
+    is only called: measurements of time need the device for themselves.
     """
     if torch.backends.cudnn.benchmark:
-        yield
+        work()
         return
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    pool = ThreadPoolExecutor(1, "convolving", _enter, (device, stream))
-    try:
-        with _Beside(pool):
-            yield
-        # The last one. Python 3.11 takes a thread for ended if Ctrl-C comes while it is joined, and leaves it running.
-        pool.submit(bool).result()
-    finally:
-        pool.shutdown(cancel_futures=True)  # after an error nobody needs the rest
+    operations: SimpleQueue = SimpleQueue()
+
+    def beside():
+        _enter(device, stream)
+        torch.set_grad_enabled(True)
+        try:
+            with _Handing(operations):
+                work()
+        except BaseException:  # nobody needs the rest
+            while not operations.empty():
+                operations.get()
+            raise
+        finally:
+            operations.put(None)
+
+    with ThreadPoolExecutor(1, "layers") as pool:
+        done = pool.submit(beside)
+        with torch.no_grad():
+            while operation := operations.get():
+                with suppress(Exception):  # it comes again in the first step, which reports it
+                    operation()
+        done.result()
 
 
-class _Beside(TorchDispatchMode):
-    """Hands convolutions, and their gradients, to the thread of `pool`; also those that autograd calls."""
+class _Handing(TorchDispatchMode):
+    """Puts convolutions, and their gradients, into the queue `operations`; also those that autograd calls."""
 
     @classmethod
     def _should_skip_dynamo(cls):
         """Without this method torch would import its compiler, for a second, only to tell it not to compile this."""
         return False
 
-    def __init__(self, pool):
+    def __init__(self, operations):
         super().__init__()
-        self.pool = pool
+        self.operations = operations
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         results = _empty_results(operation, args)
         if results is None:
             return operation(*args, **(kwargs or {}))
-        self.pool.submit(operation, *args)  # an error comes again in the first step, which reports it
+        self.operations.put(partial(operation, *args))
         return results
 
 

@@ -20,7 +20,7 @@ from utils.loggers.tensorboard import NUM_MOSAICS, NullLogger, event_image, open
 from utils.metrics.multi_head import HeadScore
 from utils.metrics.names import class_names
 from utils.plots.images import plot_images
-from utils.plots.run import in_background, plot_labels, plot_results, wait_for_background
+from utils.plots.run import end_drawing, in_background, plot_labels, plot_results, wait_for_background
 from utils.system.distributed import Ranks
 from utils.system.files import atomic_write
 from utils.system.progress import progress
@@ -209,6 +209,7 @@ class RunReport:
         """Return when all plots are written and the event file is closed."""
         wait_for_background()
         self.tensorboard.predictions()  # which the last validation drew
+        end_drawing()  # a process of a large one takes time to end
         self.tensorboard.finish(self.last_scores)
 
     # ---- details

@@ -75,6 +75,14 @@ def wait_for_background() -> None:
         drawn(task)
 
 
+def end_drawing() -> None:
+    """Let the processes that draw end as soon as they have nothing left to draw; the next plot begins new ones."""
+    if _open_pool.cache_info().currsize:
+        pool = _open_pool(os.getpid())
+        _open_pool.cache_clear()
+        pool.shutdown(wait=False)
+
+
 def drawn(task: Future) -> Any:
     """What the function of `in_background` returned, waited for; None after an error, which is logged once."""
     try:

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from threading import Thread
 
 from torch.utils.data import DataLoader
 
@@ -60,10 +61,16 @@ class Loaders:
         return changed
 
     def close(self):
-        """After the last batch: end the workers, where that has to be waited for."""
+        """After the last batch: let a thread, which is returned, end the workers and free what was made for them."""
+        thread = Thread(target=self._close, name="closing the loaders")
+        thread.start()
+        return thread
+
+    def _close(self):
         for loader in (self.train, self.val):
-            if hasattr(loader, "close"):
-                loader.close()
+            if hasattr(loader, "end"):
+                loader.end()
+                give_back_memory(loader.dataset)
 
 
 def open_loaders(run: Run, paths: Paths, stride: int, first_epoch: int, build_model: Callable) -> Loaders:

@@ -29,7 +29,7 @@ from utils.data.fast.worker_pool import WorkerPool
 from utils.data.keyed_dataset import KeyedDataset
 from utils.data.sampler import EndlessBatches, ShortEpochs
 from utils.data.worker_errors import LoaderError
-from utils.system.memory import describe_bytes, shared_array
+from utils.system.memory import describe_bytes, give_back, shared_array
 
 logger = logging.getLogger(__name__)
 
@@ -257,6 +257,12 @@ class SharedMemoryLoader:
         self.pool, self.keys = None, iter(())
         self.ring.free.extend(self.pending)
         self.pending.clear()
+
+    def end(self) -> None:
+        """After the last pass: end the workers and free the memory of the batches."""
+        self.close()
+        self.ring.unlock_pages()
+        give_back(self.ring.pixels)
 
     def __del__(self):
         if os.getpid() == getattr(self, "owner", None):  # neither a forked copy, nor left incomplete
