@@ -26,13 +26,13 @@ from utils.detect.streams import StreamSource
 from utils.metrics.coco import COCO_CATEGORY_IDS
 from utils.plots.images import BoxStyle
 from utils.run import entry
+from utils.run.folder import OTHER_FOLDER
 from utils.system import signals
 from utils.system.distributed import select_device
 from utils.system.files import PROJECT_ROOT, check_can_be_made, counted, folded, increment_path
 from utils.system.folder_lock import check_free, own
 
 logger = logging.getLogger(__name__)
-OTHER_FOLDER = "choose another --name or --project"
 
 
 def open_writers(opt, folder, names):

@@ -27,6 +27,7 @@ from utils.metrics.multi_head import heads_of, score_heads
 from utils.metrics.text_files import TextFiles
 from utils.plots.run import plot_study, wait_for_background
 from utils.run import entry
+from utils.run.folder import OTHER_FOLDER
 from utils.system.distributed import select_device
 from utils.system.files import atomic_write, check_can_be_made, check_file, check_replaceable, counted, increment_path
 from utils.system.folder_lock import check_free, own
@@ -90,7 +91,7 @@ def score(opt, weights, data, *, image_size, conf_thres, iou_thres, plots=True, 
 
     if not opt.save_dir:  # all input has been found good
         opt.save_dir = str(increment_path(Path(opt.project) / opt.name, exist_ok=opt.exist_ok))
-        own(opt.save_dir, "choose another --name or --project")
+        own(opt.save_dir, OTHER_FOLDER)
     sinks, files = [], loader.dataset.img_files
     if (opt.save_txt or opt.save_hybrid) and opt.task in SPLITS:
         labels = Path(opt.save_dir) / "labels"
@@ -160,7 +161,7 @@ def main(opt):
         read = data.annotations if isinstance(data.annotations, list) else [data.annotations or ""]
         check_replaceable(opt.save_per_class_ap, "--save-per-class-ap", (".json",), read, b'{\n "map50"')
     if opt.exist_ok:
-        check_free(Path(opt.project) / opt.name, "choose another --name or --project")
+        check_free(Path(opt.project) / opt.name, OTHER_FOLDER)
     opt.save_dir = ""
     for name in ("save_txt", "save_json", "save_per_class_ap") if opt.task not in SPLITS else ():
         if getattr(opt, name):  # each score would write over the one before

@@ -1,4 +1,4 @@
-"""The networks. Nothing here imports utils/, but experimental, which reads models from files.
+"""The networks. From utils/ they import what reads a yaml; only experimental, which loads checkpoints, imports more.
 
 Read in this order: common (the layers), detection and yolo (detection layers, the Model), config (reads a --cfg),
 multihead, multihead_attention and attention (1B4H), reparam (fusing for inference), summary; fused/ is opt-in, for

@@ -7,9 +7,9 @@ from torch import nn
 class ChannelAttention(nn.Module):
     """A weight 0..1 for every channel [b x c x 1 x 1], from its mean and its maximum."""
 
-    def __init__(self, channels, reduction=16):
+    def __init__(self, channels):
         super().__init__()
-        hidden = max(channels // reduction, 1)
+        hidden = max(channels // 16, 1)
         self.avg_pool = nn.AdaptiveAvgPool2d(1)
         self.max_pool = nn.AdaptiveMaxPool2d(1)
         self.fc = nn.Sequential(
@@ -24,9 +24,9 @@ class ChannelAttention(nn.Module):
 class SpatialAttention(nn.Module):
     """A weight 0..1 for every place [b x 1 x h x w], from the mean and the maximum over channels."""
 
-    def __init__(self, kernel_size=7):
+    def __init__(self):
         super().__init__()
-        self.conv = nn.Conv2d(2, 1, kernel_size, padding=kernel_size // 2, bias=False)
+        self.conv = nn.Conv2d(2, 1, 7, padding=3, bias=False)
         self.sigmoid = nn.Sigmoid()
 
     def forward(self, x):
@@ -36,10 +36,10 @@ class SpatialAttention(nn.Module):
 class CBAM(nn.Module):
     """Features [b x c x h x w], weighted by channel and then by place."""
 
-    def __init__(self, channels, reduction=16, kernel_size=7):
+    def __init__(self, channels):
         super().__init__()
-        self.channel_attention = ChannelAttention(channels, reduction)
-        self.spatial_attention = SpatialAttention(kernel_size)
+        self.channel_attention = ChannelAttention(channels)
+        self.spatial_attention = SpatialAttention()
 
     def forward(self, x):
         x = x * self.channel_attention(x)

@@ -4,11 +4,12 @@ import ast
 import logging
 import re
 from copy import deepcopy
-from itertools import accumulate
 from pathlib import Path
 
-import yaml
 from torch import nn
+
+from utils.config.data_yaml import is_bounded, read_yaml
+from utils.system.files import shown
 
 logger = logging.getLogger(__name__)
 
@@ -19,9 +20,6 @@ ACTIVATIONS = {
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 CALL = re.compile(r"(?:torch\.)?nn\.(\w+)\((.*)\)")
 WORD = re.compile(r"[A-Za-z_]\w*")
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the same in a tenth of the time, where it was built
-MAX_ENTRIES = 100_000  # a few lines with aliases can stand for more entries than fit into memory
-MAX_DEPTH = 200  # of brackets
 MAX_CHANNELS = 100_000  # classes or channels; more are a slip of the finger that would fill the memory
 MAX_INPUTS = 1000  # channels of an image
 MAX_REPEATS = 1000  # of a layer
@@ -30,7 +28,6 @@ MAX_WEIGHTS = 700_000_000  # of a model; the largest one of the family has 166 m
 MAX_ANCHORS = 100  # for a level
 MAX_BASES = 3  # files that a configuration stands on
 MAX_SIDE = 1e6  # of an anchor, pixels
-MAX_SHOWN = 300  # characters of a value in a message
 REQUIRED_KEYS = ("nc", "depth_multiple", "width_multiple", "anchors", "backbone", "head")
 
 
@@ -42,12 +39,9 @@ def read_cfg(cfg, ch=3, nc=None, anchors=None):
     own. Raises ValueError if the file is missing, is not YAML, is not a mapping, or lacks or misuses a key.
     """
     where = describe(cfg)
-    content = cfg if isinstance(cfg, dict) else _load_with_base(Path(cfg), where)
-    if not _is_bounded(content):
-        raise ValueError(f"{where} has more than {MAX_ENTRIES} entries once its *aliases are written out")
-    content = deepcopy(content) if isinstance(cfg, dict) else content
-    if not isinstance(content, dict):
-        raise ValueError(f"{where} must be a mapping with the keys {', '.join(REQUIRED_KEYS)}")
+    if isinstance(cfg, dict) and not is_bounded(cfg):
+        raise ValueError(f"{where} has too many entries: it is damaged, give another one")
+    content = deepcopy(cfg) if isinstance(cfg, dict) else _load_with_base(Path(cfg), where)
     missing = [key for key in REQUIRED_KEYS if content.get(key) is None]
     if missing:
         raise ValueError(f"{where} lacks {', '.join(missing)}; add it as in cfg/training/yolov7-tiny.yaml")
@@ -68,14 +62,14 @@ def _check_values(content, where):
             raise ValueError(f"{where}: {key} must be a list of rows [from, number, module, args]")
     for key in ("depth_multiple", "width_multiple"):
         if not _is_number(content[key]) or content[key] <= 0:
-            raise ValueError(f"{where}: {key} must be a positive number, not {short(content[key])}")
+            raise ValueError(f"{where}: {key} must be a positive number, not {shown(content[key])}")
     for key, meaning, most in (
         ("nc", "classes", MAX_CHANNELS), ("ch", "input channels", MAX_INPUTS), ("heads", "detection heads", MAX_LAYERS),
     ):  # fmt: skip
         if key in content and (not is_count(content[key]) or content[key] > most):
-            raise ValueError(f"{where}: {key} must be the number of {meaning}, not {short(content[key])}")
+            raise ValueError(f"{where}: {key} must be the number of {meaning}, not {shown(content[key])}")
     if not is_count(content["anchors"]) and not isinstance(content["anchors"], list):
-        raise ValueError(f"{where}: anchors must be lists of pixels or their number, not {short(content['anchors'])}")
+        raise ValueError(f"{where}: anchors must be lists of pixels or their number, not {shown(content['anchors'])}")
 
 
 def describe(cfg):
@@ -85,59 +79,19 @@ def describe(cfg):
 
 def _load_with_base(path, where, depth=0):
     """The content of a file; what it says goes over that of the file `base`, `last_row` over the last row there."""
-    content = _load(path, where)
-    if not isinstance(content, dict) or "base" not in content:
+    if not path.is_file():
+        raise ValueError(f"{where} does not exist; give the path of a YAML file, such as cfg/training/yolov7.yaml")
+    content = read_yaml(path)
+    if "base" not in content:
         return content
     base = content.pop("base")
     if not isinstance(base, str) or depth == MAX_BASES:
-        raise ValueError(f"{where}: base must be the name of another model configuration, not {short(base)}")
+        raise ValueError(f"{where}: base must be the name of another model configuration, not {shown(base)}")
     below = _load_with_base(path.parent / base, f"{where}, base {base}", depth + 1)
-    if not isinstance(below, dict):
-        raise ValueError(f"{where}: its base {base} must be a mapping")
     last_row = content.pop("last_row", None)
     if last_row is not None and isinstance(below.get("head"), list):
         below["head"] = [*below["head"][:-1], last_row]
     return below | content
-
-
-def _load(path, where):
-    if not path.is_file():
-        raise ValueError(f"{where} does not exist; give the path of a YAML file, such as cfg/training/yolov7.yaml")
-    try:
-        data = path.read_bytes()  # PowerShell's > writes UTF-16, with a mark
-        text = data.decode("utf-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig")
-        # utils/system/files.py tells these of other files: models/ imports nothing of utils/
-        if text.startswith("version https://git-lfs"):
-            raise ValueError("it is a Git LFS pointer, fetch the file with git lfs pull")
-        if re.match(r"\s*<(!doctype html|html)\b", text, re.IGNORECASE):
-            raise ValueError("it is a web page (HTML), the download failed")
-        if max(accumulate((1 if b in "[{" else -1 for b in re.findall(r"[\[\]{}]", text)), initial=0)) > MAX_DEPTH:
-            raise ValueError("brackets nested too deeply")  # PyYAML would take seconds to find out
-        return yaml.load(text, LOADER)
-    except OSError as error:
-        raise ValueError(f"{where} cannot be read ({error.strerror})") from error
-    except Exception as error:  # PyYAML lets through whatever int(), float() and the like raise for a value
-        raise ValueError(f"{where} is not valid YAML: {' '.join(str(error).split())[:MAX_SHOWN]}") from error
-
-
-def _is_bounded(content):
-    """Whether lists and mappings hold at most MAX_ENTRIES things, those counted again that are named again.
-
-    utils/config/data_yaml.py has the same for other files: models/ imports nothing of utils/.
-    """
-    waiting, count = [content], 0
-    while waiting and count <= MAX_ENTRIES:
-        entry = waiting.pop()
-        if isinstance(entry, (list, tuple, dict)):
-            count += len(entry)
-            waiting += entry.values() if isinstance(entry, dict) else entry
-    return count <= MAX_ENTRIES
-
-
-def short(value):
-    """A value for a message, cut where it is long."""
-    text = repr(value)
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def resolve_argument(argument, names):
@@ -161,20 +115,20 @@ def resolve_argument(argument, names):
     if WORD.fullmatch(text):
         return text
     known = "a number, a word, nor an activation such as nn.LeakyReLU(0.1)"
-    raise ValueError(f"argument {short(argument)} is neither {known}")
+    raise ValueError(f"argument {shown(argument)} is neither {known}")
 
 
 def _activation(text, name, inner):
     """A new activation module from `nn.name(inner)`, where `inner` holds literals, positional or as name=value."""
     if name not in ACTIVATIONS:
-        raise ValueError(f"unknown activation {short(text)}; known are {', '.join('nn.' + key for key in ACTIVATIONS)}")
+        raise ValueError(f"unknown activation {shown(text)}; known are {', '.join('nn.' + key for key in ACTIVATIONS)}")
     try:
         values = ast.parse(f"f({inner})", mode="eval").body
         positional = [ast.literal_eval(value) for value in values.args]
         named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in values.keywords}
         return ACTIVATIONS[name](*positional, **named)
     except (SyntaxError, ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"the arguments of {short(text)} are not understood: {short(str(error))}") from error
+        raise ValueError(f"the arguments of {shown(text)} are not understood: {shown(str(error))}") from error
 
 
 def check_row(row):
@@ -184,9 +138,9 @@ def check_row(row):
     sources, number, name, args = row
     sources = sources if isinstance(sources, list) else [sources]
     if not sources or not all(type(source) is int for source in sources):
-        raise ValueError(f"from must be a layer index or a list of them, not {short(row[0])}")
+        raise ValueError(f"from must be a layer index or a list of them, not {shown(row[0])}")
     if not is_count(number):
-        raise ValueError(f"number must be a positive integer, not {short(number)}")
+        raise ValueError(f"number must be a positive integer, not {shown(number)}")
     if not isinstance(name, str) or not isinstance(args, list):
         raise ValueError("the module must be a name and args a list")
     return sources, number, name, args
@@ -200,13 +154,13 @@ def level_anchors(anchors, num_levels):
     if is_count(anchors) and anchors <= MAX_ANCHORS:
         return [list(range(2 * anchors)) for _ in range(num_levels)]
     if not isinstance(anchors, list) or not all(isinstance(level, list) for level in anchors):
-        raise ValueError(f"anchors must be a list of lists of pixels, or their number per level, not {short(anchors)}")
+        raise ValueError(f"anchors must be a list of lists of pixels, or their number per level, not {shown(anchors)}")
     lengths = {len(level) for level in anchors}
     if len(anchors) != num_levels or len(lengths) != 1 or min(lengths) < 2 or min(lengths) % 2:
         wanted = f"{num_levels} levels need {num_levels} equally long anchor lists w,h,w,h,..."
-        raise ValueError(f"{wanted}, not {short(anchors)}")
+        raise ValueError(f"{wanted}, not {shown(anchors)}")
     if not all(_is_number(side) and 0 < side < MAX_SIDE for level in anchors for side in level):
-        raise ValueError(f"anchors must be numbers of pixels above 0 and below {MAX_SIDE:g}, not {short(anchors)}")
+        raise ValueError(f"anchors must be numbers of pixels above 0 and below {MAX_SIDE:g}, not {shown(anchors)}")
     return anchors
 
 

@@ -30,7 +30,7 @@ def rebuild(stored, source="checkpoint"):
             f"{source} holds only tensors and no model yaml: train from it with --cfg, then use that result"
         )
     try:
-        # building draws initial weights, which are overwritten, and lists the layers, which is old news
+        # building draws random weights, which are overwritten, and logs the layers, which the training has logged
         with torch.random.fork_rng(devices=[]), quiet_loggers("models"):
             model = Model(dict(stored.yaml), head_config=of_model_yaml(stored.yaml, source))
     except ValueError as error:

@@ -22,12 +22,12 @@ from models.config import (
     level_anchors,
     read_cfg,
     resolve_argument,
-    short,
 )
-from models.detection import DetectionLayer, cell_grid  # noqa: F401  (cell_grid: for those who know it from here)
+from models.detection import DetectionLayer
 from models.multihead import MultiHeadDetect, heads_arguments
 from models.multihead_attention import MultiHeadDetectAttention
 from models.summary import SizeLimit, model_summary, timed
+from utils.system.files import shown
 
 logger = logging.getLogger(__name__)
 
@@ -313,7 +313,7 @@ def parse_model(cfg, ch, head_config=None):
             if isinstance(row[0], list) != (kind in LIST_LAYERS):
                 raise ValueError(f"from of {name} must be {'a list' if kind in LIST_LAYERS else 'one index'}")
         except (ValueError, TypeError, RuntimeError, AttributeError, OverflowError) as error:
-            raise ValueError(f"row {i} {short(row)}: {error}") from error
+            raise ValueError(f"row {i} {shown(row)}: {error}") from error
         layer.i, layer.f, layer.type = i, row[0], f"{kind.__module__}.{kind.__qualname__}"
         layer.np = sum(p.numel() for p in layer.parameters())
         logger.debug("%4d %22s %3d %10d  %-14s %s", i, row[0], number, layer.np, name, ", ".join(map(str, args)))
@@ -327,7 +327,7 @@ def find_layer(name):
     """The class that a row calls `name`, with or without the prefix nn. or torch.nn.; ValueError if unknown."""
     kind = LAYERS.get(name.removeprefix("torch.").removeprefix("nn."))
     if kind is None:
-        raise ValueError(f"unknown module {short(name)}; known are {', '.join(sorted(LAYERS))}")
+        raise ValueError(f"unknown module {shown(name)}; known are {', '.join(sorted(LAYERS))}")
     return kind
 
 

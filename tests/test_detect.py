@@ -132,12 +132,6 @@ def test_ensembles(weights, images, tmp_path):
     assert status == 0 and len(list((folder / "labels").iterdir())) == 5
 
 
-def test_an_ensemble_of_other_classes_is_refused(weights, images, tmp_path):
-    other = write_weights(tmp_path / "other.pt", nc=1)
-    with pytest.raises(ValueError, match=r"best.pt has 2 classes, .*other.pt has 1 class; an ensemble"):
-        run(weights, images, tmp_path, "--weights", str(weights), str(other))
-
-
 def test_category_ids_of_coco_itself():
     names = read_yaml(PROJECT_ROOT / "data" / "coco.yaml")["names"]
     assert detect.category_ids(names)[-1] == 90 and detect.category_ids(names[:3]) == [0, 1, 2]
@@ -328,8 +322,6 @@ def test_damaged_files_are_named_and_skipped(weights, images, tmp_path, caplog):
 @pytest.mark.parametrize(
     ("source", "flags", "message"),
     [
-        ("missing.jpg", (), r"--source missing\.jpg does not exist"),
-        ("none/*.jpg", (), "does not exist"),
         ("empty", (), r"has no file of a supported format \(images bmp, jpg"),
         ("notes.md", (), "is of no supported format"),
         ("list.txt", (), "does not exist; a list has one source a line"),

@@ -77,6 +77,8 @@ def test_ensemble_concatenates_and_takes_names_of_the_last(tmp_path):
     assert ensemble.names == models[-1].names and torch.equal(ensemble.stride, models[-1].stride)
     assert ensemble(IMAGES, augment=True)[0].shape[1] > boxes.shape[1]
     assert attempt_load(paths[:1])(IMAGES)[0].shape == alone[0].shape, "a list of one path is a single model"
+    with pytest.raises(ValueError, match=r"1.pt has 3 classes, .*two.pt has 2 classes; an ensemble needs equal ones"):
+        attempt_load([paths[1], saved(tiny_model(), tmp_path / "two.pt")])
 
 
 def test_rebuild_changes_neither_the_random_stream_nor_the_yaml(tmp_path):

@@ -6,11 +6,9 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
-import torch
 
 import test as program
 from tests import small_run
-from tests.tiny_model import tiny_model
 from utils.config.options import test_parser as build_parser
 from utils.plots.run import read_results
 
@@ -80,19 +78,6 @@ def test_other_ways_to_score(trained, tmp_path, flags):
 def test_several_weights_form_an_ensemble(trained, tmp_path):
     weights = [str(trained / "weights" / name) for name in ("last.pt", "best.pt")]
     assert score(trained, tmp_path, "--weights", *weights).is_dir()
-
-
-def test_an_ensemble_of_other_classes_is_refused(trained, tmp_path):
-    torch.save({"model": tiny_model(nc=3)}, tmp_path / "three.pt")
-    with pytest.raises(ValueError, match="three.pt has 3 classes, .*last.pt has 2 classes; an ensemble"):
-        score(trained, tmp_path, "--weights", str(tmp_path / "three.pt"), str(trained / "weights" / "last.pt"))
-
-
-def test_a_second_test_into_one_folder_replaces_the_first(trained, tmp_path):
-    for _ in range(2):
-        folder = score(trained, tmp_path, "--save-txt", "--exist-ok", "--conf", "0.0001")
-        counts = [len(path.read_text().splitlines()) for path in sorted((folder / "labels").iterdir())]
-    assert len(counts) == 6 and max(counts) <= 300
 
 
 def test_images_of_equal_names(trained, tmp_path, caplog):

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.experiments import command_line, runner
 from tools.experiments.devices import on_device, read_devices
-from tools.experiments.markdown import median, show, spread, table
+from tools.experiments.markdown import known, median, show, spread, table
 from tools.experiments.runner import LOSS, MAP50
 from utils.config.flags import TRAIN_FLAGS
 from utils.config.limits import SEED, above, at_least
@@ -125,8 +125,6 @@ def compare(base, a, b, out, repeats=3, seed=0, timeout=None, devices=(None,), s
     `side_by_side` the runs of a pair are on two devices at the same time, which the next pair exchanges. Raises
     ValueError when a run fails: then nothing compares.
     """
-    for side in (a, b):
-        command_line.check_arguments([*base, *side.flags], f"side {side.name}")
 
     def one(k, side, device):
         arguments = on_device([*base, *side.flags, *([] if seed is None else ["--seed", str(seed + k)])], device)
@@ -263,7 +261,7 @@ def plot(runs, words, path):
     `words` {side: its flags} for the legend.
     """
     bars = {label: {name: [MEASURES[label][1](run) for run in side] for name, side in runs.items()} for label in BARS}
-    bars = {label: sides for label, sides in bars.items() if any(map(_known, sides.values()))}
+    bars = {label: sides for label, sides in bars.items() if any(map(known, sides.values()))}
     figure, axes = new_figure(2, 4, size=(16, 7), used=4 + len(bars))
     for ax, (title, column) in zip(axes, CURVES.items(), strict=False):
         for colour, (name, side) in zip(PALETTE, runs.items(), strict=False):
@@ -280,17 +278,12 @@ def plot(runs, words, path):
     return save_figure(figure, path)
 
 
-def _known(values):
-    return [value for value in values if value is not None]
-
-
 def _bars(ax, label, sides):
     set_title(ax, label)
     for colour, (name, values) in zip(PALETTE, sides.items(), strict=False):
-        known = _known(values)
-        if known:
-            centre = median(known)
-            ax.bar(name, centre, color=colour, yerr=[[centre - min(known)], [max(known) - centre]], capsize=4)
+        if found := known(values):
+            centre = median(found)
+            ax.bar(name, centre, color=colour, yerr=[[centre - min(found)], [max(found) - centre]], capsize=4)
         else:
             ax.bar(name, 0)
             ax.text(name, 0, "not measured", ha="center", va="bottom", fontsize=8)

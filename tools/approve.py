@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.approval import report
 from tools.approval.setup import Setup
-from tools.approval.stages import STAGES, Approvals, fingerprint
+from tools.approval.stages import STAGES, Approvals, fingerprint, has_passed
 from tools.experiments import command_line, runner
 from tools.experiments.devices import read_devices
 from utils.config.flags import TRAIN_FLAGS
@@ -45,14 +45,15 @@ def run_stage(number, setup, approvals):
     print(f"stage {number}: {stage.title}", flush=True)
     started, machine = time.monotonic(), runner.machine()
     for _ in setup.check_all(CHECKS[number]):  # a report after each: whatever ends this leaves what was found
+        found = setup.as_dict()
         content = {
-            "stage": number, "title": stage.title, "passed": setup.passed(), "date": time.strftime("%Y-%m-%d %H:%M"),
-            "seconds": time.monotonic() - started, "machine": machine, "arguments": setup.describe(),
-            **setup.as_dict(), "files": fingerprint(stage),
+            "stage": number, "title": stage.title, "passed": has_passed(found["findings"]),
+            "date": time.strftime("%Y-%m-%d %H:%M"), "seconds": time.monotonic() - started, "machine": machine,
+            "arguments": setup.describe(), **found, "files": fingerprint(stage),
         }  # fmt: skip
         report.write_report(approvals.folder(number), content)
     report.plot(setup, approvals.folder(number) / "report.png")
-    return setup.passed()
+    return content["passed"]
 
 
 def parse(arguments=None):

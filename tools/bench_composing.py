@@ -22,12 +22,10 @@ results.png:
 Without a GPU only the first table is made.
 """
 
-import argparse
 import logging
 import os
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,19 +36,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.bench_loader import in_process, measure, rooms_on, write_images, write_results
+from tools.bench_loader import in_process, measure, open_dataset, parser_of, rooms_on_gpu, write_results
 from tools.experiments import command_line
 from tools.experiments.markdown import spread, table
-from utils.config.hyp import load_hyp
 from utils.data.fast.deferred import DeferredDataset, steps_bytes
 from utils.data.fast.shm_batches import choose_micro_batch
 from utils.data.gpu.compose import ComposedBatch, composes, open_composing
 from utils.data.gpu.host_memory import HostMemory
 from utils.data.gpu.recipes import RECIPE, RecipeDataset
 from utils.data.gpu.store import ImageStore
-from utils.datasets import LoadImagesAndLabels
 from utils.plots.style import PALETTE, new_figure, save_figure, set_title
-from utils.run import entry
 from utils.system.random_state import seed_generators
 
 IN_MEMORY = {"persistent_workers": True, "worker_tensor": True}
@@ -132,7 +127,7 @@ def kernel_times(dataset, options, place):
         samples.append(worker[k % len(worker)][1])
     worker.finish(samples, 0, recipes)
     batch = ComposedBatch(torch.from_numpy(pixels), torch.from_numpy(recipes), dataset.image_store)
-    room, times = rooms_on("cuda"), []
+    room, times = rooms_on_gpu(), []
     launch = batch.uploaded(room)
     for k in range(60):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -176,19 +171,11 @@ def plot(results, title, path):
 
 
 def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=entry.Help)
-    parser.add_argument("--data", help="folder or list file of images; default: drawn for the occasion, 640 x 480")
-    parser.add_argument("--images", type=int, default=4000, help="images to draw")
-    parser.add_argument("--img", type=int, default=320)
-    parser.add_argument("--batch", type=int, default=384)
-    parser.add_argument("--hyp", default="data/hyp.scratch.tiny.yaml")
+    parser = parser_of(__doc__, "runs/bench_composing", images=4000, batch=384)
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--place", choices=PLACES, default="card", help="where the loaders have the images")
     parser.add_argument("--samples", type=int, default=300, help="samples of a measurement in one process")
-    parser.add_argument("--epochs", type=int, default=3, help="measured epochs of each run of a loader")
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--step", type=float, help="ms of a training step")
-    parser.add_argument("--out", default="runs/bench_composing", help="folder of results.json and results.png")
     return parser.parse_args()
 
 
@@ -216,11 +203,7 @@ def measure_all(dataset, options):
 def main(options):
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        source = options.data or str(write_images(Path(folder), options.images))
-        dataset = LoadImagesAndLabels(
-            source, options.img, options.batch, augment=True, hyp=load_hyp(options.hyp), cache_images=True
-        )
+    with open_dataset(options, is_cached=True) as dataset:
         if len(dataset) * options.epochs < 4 * max(options.workers) * options.batch:
             print("The reference makes two batches ahead for each worker, of the few that are measured: its rates will "
                   "be too high; give more --images or --epochs", flush=True)  # fmt: skip

@@ -29,12 +29,14 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import psutil
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -82,8 +84,6 @@ def cpu_seconds(processes):
 
 def measure(dataset, options, flags):
     """One run of one loader, as a dict of numbers."""
-    import torch
-
     torch.set_num_threads(1)
     on_gpu = torch.cuda.is_available()
     if on_gpu:
@@ -95,7 +95,7 @@ def measure(dataset, options, flags):
             workers=options.workers, **flags, **fine_tuning(options, flags),
         )  # fmt: skip
     first_batch, gaps, intervals, num_images = None, [], [], 0
-    room = rooms_on("cuda")
+    room = rooms_on_gpu()
     for epoch in range(1 + options.epochs):
         if epoch == 1:
             began, main_began, workers_began = time.perf_counter(), time.process_time(), cpu_seconds(children())
@@ -126,16 +126,14 @@ def measure(dataset, options, flags):
     }
 
 
-def rooms_on(device):
-    """Tensors by number, each made once, as the Prefetcher has them."""
-    import torch
-
+def rooms_on_gpu():
+    """Buffers on the GPU by number, made once and used again, as the Prefetcher has them."""
     rooms = {}
 
     def room(number, shape):
         size = math.prod(shape)
         if number not in rooms or rooms[number].numel() < size:
-            rooms[number] = torch.empty(size, dtype=torch.uint8, device=device)
+            rooms[number] = torch.empty(size, dtype=torch.uint8, device="cuda")
         return rooms[number][:size].view(shape)
 
     return room
@@ -205,33 +203,45 @@ def write_results(options, results):
     return out
 
 
-def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=entry.Help)
+@contextmanager
+def open_dataset(options, is_cached):
+    """The data set of the options, with augmentation."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = options.data or str(write_images(Path(folder), options.images))
+        yield datasets.LoadImagesAndLabels(
+            source, options.img, options.batch, augment=True, hyp=load_hyp(options.hyp), cache_images=is_cached
+        )
+
+
+def parser_of(description, out, images, batch):
+    """The options that benchmarks of loaders share; their results go to the folder `out`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=entry.Help)
     parser.add_argument("--data", help="folder or list file of images; default: drawn for the occasion, 640 x 480")
-    parser.add_argument("--images", type=int, default=2000, help="images to draw")
+    parser.add_argument("--images", type=int, default=images, help="images to draw")
     parser.add_argument("--img", type=int, default=320)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--batch", type=int, default=batch)
     parser.add_argument("--hyp", default="data/hyp.scratch.tiny.yaml")
-    parser.add_argument("--cache", action="store_true", help="images in RAM")
-    parser.add_argument("--epochs", type=int, default=3, help="measured epochs of each run")
+    parser.add_argument("--epochs", type=int, default=3, help="measured epochs of each run of a loader")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", default=out, help="folder of results.json and results.png")
+    return parser
+
+
+def parse():
+    parser = parser_of(__doc__, "runs/bench_loader", images=2000, batch=64)
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--cache", action="store_true", help="images in RAM")
     names = [name.removeprefix("--") for name in LOADERS]
     parser.add_argument(
         "--loaders", nargs="+", choices=names, metavar="LOADER", help="of " + ", ".join(map(repr, names))
     )
     parser.add_argument("--micro-batch-size", type=int, default=0)
     parser.add_argument("--prefetch-factor", type=int, default=None)
-    parser.add_argument("--out", default="runs/bench_loader", help="folder of results.json and results.png")
     return parser.parse_args()
 
 
 def main(options):
-    with tempfile.TemporaryDirectory() as folder:
-        source = options.data or str(write_images(Path(folder), options.images))
-        dataset = datasets.LoadImagesAndLabels(
-            source, options.img, options.batch, augment=True, hyp=load_hyp(options.hyp), cache_images=options.cache
-        )
+    with open_dataset(options, options.cache) as dataset:
         results = {name: [] for name in LOADERS if name.removeprefix("--") in (options.loaders or name)}
         for repeat in range(options.repeats):
             for name in results:

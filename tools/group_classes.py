@@ -67,15 +67,11 @@ def group_by_shape(counts, shapes, num_heads, seed=0):
 
 def k_means(points, k, seed):
     """Which of `k` clusters each of `points` [n x d] belongs to [n]."""
-
-    def inertia(result):
-        centres, label = result
-        return ((points - centres[label]) ** 2).sum()
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a cluster that became empty; another start does better
         runs = [kmeans2(points, k, minit="++", seed=seed + start) for start in range(RESTARTS)]
-    return min(runs, key=inertia)[1]
+    inertias = [((points - centres[label]) ** 2).sum() for centres, label in runs]
+    return runs[int(np.argmin(inertias))][1]
 
 
 def group_by_count(counts, num_heads):

@@ -21,7 +21,7 @@ from models.yolo import Detect, IDetect
 from utils.config.data_yaml import read_yaml
 from utils.engine.checkpoint import save
 from utils.engine.checkpoint_reader import check_finite, read_checkpoint
-from utils.export.compare import batches, beyond_rounding, images_to_compare, in_words, largest_differences
+from utils.export.compare import batches, beyond_rounding, describe, images_to_compare, largest_differences
 from utils.run import entry
 from utils.system.files import PROJECT_ROOT, check_file, check_replaceable, folded
 from utils.system.streams import quiet_loggers
@@ -73,9 +73,9 @@ def find_deploy_model(model, cfgs, images):
             continue
         worst = differences(model, twin, images)
         if not beyond_rounding(worst):
-            logger.info("%s", folded(f"{cfg}, largest differences: {in_words(worst)}"))
+            logger.info("%s", folded(f"{cfg}, largest differences: {describe(worst)}"))
             return twin
-        reasons.append(f"{cfg} computes something else: {in_words(worst)}")
+        reasons.append(f"{cfg} computes something else: {describe(worst)}")
     raise ValueError("; ".join(reasons) or "no file of cfg/deploy has this network; give the deploy yaml by --cfg")
 
 
@@ -89,12 +89,11 @@ def main(opt):
     logger.info("Compared on random numbers and %s", shown)
     cfgs = [check_file(opt.cfg, (".yaml", ".yml"))] if opt.cfg else candidates(model)
     twin = find_deploy_model(model, cfgs, images)
-    for parameter in twin.parameters():
-        parameter.requires_grad = False
+    twin.requires_grad_(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     save({"model": twin.half(), "optimizer": None, "training_results": None, "epoch": -1}, path)
     worst = differences(attempt_load(opt.weights), attempt_load(path), images)
-    said = f"{path}, largest differences of the two files, in half precision: {in_words(worst)}"
+    said = f"{path}, largest differences of the two files, in half precision: {describe(worst)}"
     logger.info("%s", folded(said))
 
 

@@ -256,7 +256,7 @@ def rate(cfg, side, batch, form, gpu):
     )
 
 
-def rates_in_words(jobs, form):
+def rate_table(jobs, form):
     """A table: job, GPU, predicted rate, measured rate with the error of the prediction."""
     yield "| job | form | GPU | img/s, predicted | measured |\n|---|---|---|---|---|"
     for path, side, batch in jobs:
@@ -267,7 +267,7 @@ def rates_in_words(jobs, form):
             yield f"| {job[0]} {side} px batch {batch} | {form} | {gpu} | {found:.0f} | {note} |"
 
 
-def kernels_in_words(job, form, gpu):
+def kernel_table(job, form, gpu):
     """A table: what each kind of kernels moves, multiplies and takes."""
     rows = defaultdict(lambda: [0, 0.0, 0.0, 0.0])
     for kind, kernel, moved, flops in kernels(*job, form):
@@ -287,10 +287,10 @@ def main(opt):
         (f"cfg/training/{name}.yaml", side, batch) for name, side, batch in MEASURED["planned"]
     ]  # fmt: skip
     for form in opt.form:
-        print(*rates_in_words(jobs, form), sep="\n", end="\n\n")
+        print(*rate_table(jobs, form), sep="\n", end="\n\n")
         for job in jobs if opt.kernels else ():
             print(f"{Path(job[0]).stem}, {job[1]} px, batch {job[2]}, {form}")
-            print(*kernels_in_words(job, form, opt.kernels), sep="\n", end="\n\n")
+            print(*kernel_table(job, form, opt.kernels), sep="\n", end="\n\n")
 
 
 def parser():

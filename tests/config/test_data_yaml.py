@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from utils.config.data_yaml import DataConfig, check_same_names, load_data_yaml
+from utils.config.data_yaml import DataConfig, check_same_names, load_data_yaml, read_yaml
 from utils.system import files
 
 COCO_YAMLS = ("coco", "coco320", "coco480", "coco640")
@@ -317,6 +317,13 @@ def test_broken_files(here, content, message):
     with pytest.raises(ValueError, match=message):
         load_data_yaml("data.yaml")
     assert not (here / "ran").exists()
+
+
+def test_without_libyaml_the_same_is_read(monkeypatch):
+    path = files.PROJECT_ROOT / "cfg/training/yolov7-tiny.yaml"
+    fast = read_yaml(path)
+    monkeypatch.delattr(yaml, "CSafeLoader", raising=False)
+    assert read_yaml(path) == fast
 
 
 def test_files_that_are_not_there(here):

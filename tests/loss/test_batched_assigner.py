@@ -8,7 +8,6 @@ from tests.loss_cases import (
     AUXILIARY,
     KINDS,
     NAMES,
-    ORDINARY,
     Case,
     as_matches,
     batched_ota,
@@ -60,10 +59,6 @@ def check_golden(name, device):
 @pytest.mark.parametrize("name", NAMES)
 def test_golden(name):
     check_golden(name, "cpu")
-
-
-def test_there_are_golden_cases():
-    assert len(ORDINARY) >= 16 and len(AUXILIARY) >= 2
 
 
 @pytest.mark.gpu

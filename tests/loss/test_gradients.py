@@ -44,12 +44,6 @@ def test_binary_loss_by_hand():
     assert value.tolist() == pytest.approx([100.0, 0.0]) and gradient.tolist() == pytest.approx([1.0, 0.0])
 
 
-def test_focal_gradients_of_saturated_logits_are_finite():
-    for label in (0.0, 1.0):
-        _, gradient = binary_loss(torch.tensor([-200.0, 200.0]), label, focal_gamma=0.5)
-        assert gradient.isfinite().all()
-
-
 @pytest.mark.parametrize("gamma", [0.1, 0.5, 0.99, 1.0, 1.5])
 @pytest.mark.parametrize("label", [0.0, 1.0, 0.05, 0.95])
 def test_focal_loss_of_extreme_logits_is_finite_and_equal(gamma, label):

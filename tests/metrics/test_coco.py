@@ -138,15 +138,6 @@ def test_places_of_the_annotations(tmp_path):
     assert coco.find_annotations(str(tmp_path / "images" / "val"))[0] == newer
 
 
-def test_equal_file_names_are_told_apart_by_their_folders(caplog):
-    images = [{"id": 1, "file_name": "x/1.jpg"}, {"id": 2, "file_name": "y\\1.jpg"}, {"id": 3, "file_name": "2.jpg"}]
-    matched = coco.match_images(["/d/y/1.jpg", "/d/x/1.jpg", "/d/z/2.jpg"], images, "file")
-    assert matched == {"/d/y/1.jpg": 2, "/d/x/1.jpg": 1, "/d/z/2.jpg": 3}
-    assert coco.match_images(["/d/z/1.jpg", "/d/2.jpg"], images, "file") == {"/d/2.jpg": 3}
-    with pytest.raises(ValueError, match="names none of the 1 images"):
-        coco.match_images(["/d/3.jpg"], images, "file")
-
-
 def categories(*names):
     return [{"id": 5 * (i + 1), "name": name} for i, name in enumerate(names)]
 
@@ -166,9 +157,8 @@ def test_categories_that_do_not_fit(known):
         coco.match_categories(["tv", "sofa"], categories(*known), "file")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"images": []}', '{"images": [], "categories": [], "annotations": [{}]}'])
-def test_broken_annotations_cost_the_score_but_not_the_rows(tmp_path, text, caplog):
-    annotation_file(tmp_path).write_text(text)
+def test_broken_annotations_cost_the_score_but_not_the_rows(tmp_path, caplog):
+    annotation_file(tmp_path).write_text("{")
     results = collect(coco.open_results(data_in(tmp_path), "val", NAMES, files_in(tmp_path)), tmp_path)
     assert "instances_val.json" in caplog.text
     assert [row["image_id"] for row in results.rows] == ["a", "a", "b"]
@@ -193,4 +183,4 @@ def test_the_scorer_is_quiet_and_one_line_is_logged(tmp_path, capsys, caplog):
     with caplog.at_level(logging.INFO):
         results.score()
     assert capsys.readouterr().out == ""
-    assert "ap50 1.000" in caplog.text
+    assert "ap50 1.000" in caplog.text and "ap_large none" in caplog.text and "-1.0" not in caplog.text

@@ -164,13 +164,6 @@ def test_crowds_only_have_no_score(tmp_path, caplog):
     assert scores is None and "crowds only" in said
 
 
-def test_what_there_is_none_of_is_not_minus_one(tmp_path, caplog):
-    caplog.set_level("INFO")
-    annotation_file(tmp_path)
-    _, said = outcome(tmp_path, caplog)
-    assert "ap_large none" in said and "-1.0" not in said
-
-
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-32"])
 def test_encodings(tmp_path, caplog, encoding):
     path = annotation_file(tmp_path)

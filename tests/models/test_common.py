@@ -145,10 +145,6 @@ def test_concat_and_shortcut_by_hand():
     assert Shortcut()([a, b]).unique().tolist() == [3]
 
 
-def test_concat_of_empty_batch():
-    assert Concat()([torch.zeros(0, 2, 3, 3), torch.zeros(0, 1, 3, 3)]).shape == (0, 3, 3, 3)
-
-
 def test_implicit_knowledge_starts_around_its_mean():
     torch.manual_seed(0)
     added, factor = ImplicitA(1000), ImplicitM(1000)

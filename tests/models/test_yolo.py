@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.yolo import Model, cell_grid, scale_images
+from models.yolo import Model, scale_images
 from tests.golden_fill import fill, image, v
 from tests.parity import GOLDEN, check
 
@@ -172,8 +172,10 @@ def sample_model():
 
 
 @torch.no_grad()
-def test_copies_and_files_give_the_same_output():
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_copies_and_files_give_the_same_output(is_fused):
     model, x = sample_model(), image((1, 3, 64, 96))
+    model = model.fuse() if is_fused else model
     expected = model(x)[0]
     assert copy.deepcopy(model)(x)[0].equal(expected)
     file = io.BytesIO()
@@ -183,15 +185,6 @@ def test_copies_and_files_give_the_same_output():
     assert loaded(x)[0].equal(expected)
     assert all(tensor.numel() == 1 for tensor in loaded.model[-1].grid)  # grids never travel
     assert loaded.stride is loaded.model[-1].stride
-
-
-@torch.no_grad()
-def test_file_of_a_fused_model_works():
-    model, x = sample_model().fuse(), image((1, 3, 64, 64))
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    assert torch.load(file, weights_only=False)(x)[0].equal(model(x)[0])
 
 
 def test_attributes_that_stock_tools_read():
@@ -294,12 +287,6 @@ def test_start_of_norms_and_activations():
         assert (norm.eps, norm.momentum, int(norm.num_batches_tracked)) == (1e-3, 0.03, 1)
         assert norm.running_mean.eq(0).all() and norm.running_var.eq(0.9).all()
     assert model.model[3].act.inplace and not model.model[0].act.inplace
-
-
-def test_cell_grid_by_hand():
-    grid = cell_grid(2, 3, "cpu")
-    assert grid.shape == (1, 1, 2, 3, 2) and grid.dtype == torch.float32
-    assert grid[0, 0, 1, 2].tolist() == [2, 1] and grid[0, 0, 0, 1].tolist() == [1, 0]
 
 
 def test_scaled_image_is_padded_right_and_below():

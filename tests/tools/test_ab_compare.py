@@ -156,12 +156,6 @@ def test_a_failed_run_ends_the_comparison(fake, tmp_path):
         ab_compare.compare(fake, Side.parse("A", ""), Side.parse("B", "--batch-size 0"), tmp_path / "ab", 1)
 
 
-def test_unknown_flags_are_refused_before_anything_runs(tmp_path):
-    with pytest.raises(ValueError, match="side B: train.py does not understand this"):
-        ab_compare.compare([], Side.parse("A", ""), Side.parse("B", "--faster-than-light"), tmp_path / "ab")
-    assert not (tmp_path / "ab").exists()
-
-
 def side_of(tmp_path, a="", b="--fast", base="--epochs 2", *words, more=(), model=CFG):
     """Command line of a comparison in `tmp_path`."""
     line = ["--args", f"{model} {base}", "--a", a, "--b", b, "--out", str(tmp_path / "ab")]
@@ -172,36 +166,26 @@ def side_of(tmp_path, a="", b="--fast", base="--epochs 2", *words, more=(), mode
     ("sides", "message"),
     [
         ({"base": "--evolve 1"}, "--args: --evolve cannot be given here: a search is many trainings"),
-        ({"base": "--epochs 2 --resume"}, "--args: --resume cannot be given here"),
         ({"a": "--resume x/last.pt"}, "--a: --resume cannot be given here"),
         ({"b": "--device cpu", "more": ["--devices", "cpu"]}, "--device cannot be given together with --devices"),
-        ({"b": "--evo"}, "--b: --evolve cannot be given here"),
         ({"b": "--name x"}, "--b: --name cannot be given here: the tool says where its runs lie"),
-        ({"a": "--project x"}, "--a: --project cannot be given here"),
-        ({"base": "--exist-ok"}, "--args: --exist-ok cannot be given here"),
         ({"base": "--epochs 2 --seed 3"}, "--args: --seed cannot be given here: use the --seed of the comparison"),
         ({"base": "", "b": "--epochs 2"}, "--a trains with --epochs 300 and --b with 2"),
-        ({"base": "", "a": "--epochs 3", "b": "--epochs 2"}, "--a trains with --epochs 3 and --b with 2"),
         ({"b": "--max-iter 5"}, "--a trains with --max-iter 0 and --b with 5; .* give --max-iter in --args"),
         ({"b": "--subset-size 5"}, "--a trains with --subset-size 0 and --b with 5"),
         ({"b": "--epochs 2"}, "--b: --epochs stands in --args as well; give it to --a and --b"),
         ({"base": "--epochs 2 --batch-size 8", "a": "--batch 4"}, "--a: --batch-size stands in --args as well"),
-        ({"base": "--epochs 2 --fast", "b": "--no-fast"}, "--b: --fast stands in --args as well"),
         ({"base": "--epochs 2 --epochs 3"}, "--args: --epochs stands there twice"),
         ({"b": "--fast --no-fast"}, "--b: --fast stands there twice"),
         ({"base": "--epochs '2"}, "--args .*No closing quotation"),
         ({"a": 'X=1 --hyp "x'}, "--a .*No closing quotation"),
-        ({"b": "--hyp 'x"}, "--b .*No closing quotation"),
         ({"base": "--nonsense"}, "--args: train.py does not understand this: .*--nonsense"),
         ({"b": "--nonsense"}, "--b: train.py does not understand this: .*--nonsense"),
-        ({"b": "words"}, "--b: train.py does not understand this: .*words"),
         ({"b": "--batch-size 0"}, "--b: --batch-size 0 is too small"),
         ({"b": "--resize-schedule 0:64,2:96"}, "--b: --resize-schedule .*: 2:96 is never reached in 2 epochs"),
         ({"b": "--hyp none.yaml"}, "--b: none.yaml does not exist"),
-        ({"base": "--epochs 2 --data none.yaml"}, "none.yaml does not exist"),
         ({"b": "--weights none.pt"}, "--b: --weights none.pt does not exist"),
         ({"model": ""}, "--a: give --cfg .* or --weights"),
-        ({"model": "", "a": CFG}, "--b: give --cfg .* or --weights"),
         ({"b": "--device gpu"}, "--b: --device 'gpu' is unknown"),
     ],
 )
@@ -217,7 +201,6 @@ def test_a_command_that_makes_no_sense_is_refused_before_anything_runs(sides, me
     [
         (["--repeats", "0"], "--repeats 0 is too small"),
         (["--timeout", "0"], "--timeout 0.0 is too small: it has to be above 0"),
-        (["--timeout", "nan"], "--timeout nan is not usable"),
         (["--seed", "-1"], "--seed -1 is too small"),
         (["--seed", str(2**63 - 1)], "--seed of the last pair 9223372036854775809 is too large"),
         (["--side-by-side"], "--side-by-side needs two --devices, such as --devices 0,1"),

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import psutil
 
-from tools.approval.setup import Failed, NotMeasured, Setup, children, expect, same_results
+from tools.approval.setup import Failed, Setup, children, expect, same_results
 from tools.bench_loader import in_process
 from utils.config.data_yaml import load_data_yaml
 from utils.config.hyp import load_hyp
@@ -186,7 +186,7 @@ def no_leak(setup):
     for _ in range(LEAK_EPOCHS):
         digests(loader, 1)
         sizes.append(process.memory_info().rss + sum(worker.memory_info().rss for worker in process.children()))
-        handles.append(process.num_fds() if hasattr(process, "num_fds") else 0)
+        handles.append(process.num_fds())
     growth = sizes[-1] / sizes[3] - 1
     expect(growth < GROWTH, f"memory grew by {growth:.1%} from epoch 4 to epoch {LEAK_EPOCHS}")
     expect(handles[-1] <= handles[3], f"open files grew from {handles[3]} to {handles[-1]}")
@@ -208,8 +208,6 @@ def another_collation(setup):
 
 
 def a_stuck_worker_is_said(setup):
-    if not hasattr(signal, "SIGSTOP"):
-        raise NotMeasured("this system cannot stop a process")
     before = children()
     loader, _ = open_loader(setup, 1, timeout=3, **TENSOR)
     list(loader)

@@ -139,11 +139,6 @@ class Setup:
             print(f"    {found.status}: {found.detail}", flush=True)
             yield
 
-    def passed(self):
-        """Every check was made, nothing failed, and something was found."""
-        statuses = {finding.status for finding in self.findings}
-        return "passed" in statuses and not statuses & {"failed", NOT_MADE}
-
     def as_dict(self):
         return {"findings": [asdict(finding) for finding in self.findings], "measured": self.measured}
 
@@ -168,13 +163,7 @@ def draw_shapes(folder, train, val, size):
     folder = Path(folder).resolve()
     with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
         make_shapes(folder, train=train, val=val, size=size, seed=0)
-    content = {
-        "path": str(folder),
-        "train": "images/train",
-        "val": "images/val",
-        "nc": len(NAMES),
-        "names": list(NAMES),
-    }
+    content = {"path": str(folder), "train": "images/train", "val": "images/val", "names": list(NAMES)}
     folder.with_suffix(".yaml").write_text(yaml.safe_dump(content, sort_keys=False))
     return str(folder.with_suffix(".yaml"))
 

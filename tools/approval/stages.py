@@ -18,8 +18,8 @@ LOADER = ("utils/datasets.py", "utils/data/**/*.py", "utils/system/**/*.py", "ut
 RUN = ("train.py", "test.py", "models/**/*.py", "utils/**/*.py")
 # What approvals.json and report.json have to hold; the words are for messages.
 APPROVAL = {"files": dict, "by": str, "date": str, "commit": str, "note": str}
-REPORT = {"files": dict, "date": str, "passed": bool, "findings": list}
-WORDS = {dict: "a mapping", str: "text", bool: "true or false", list: "a list"}
+REPORT = {"files": dict, "date": str, "findings": list}
+WORDS = {dict: "a mapping", str: "text", list: "a list"}
 # What looks at runs and changes nothing of what a run does.
 ONLY_LOOKS = ("utils/loggers/", "utils/plots/")
 
@@ -104,12 +104,8 @@ class Approvals:
             _check_record(report, REPORT, "it")
             for index, finding in enumerate(report["findings"]):
                 _check_record(finding, {"status": str}, f"findings[{index}]")
-            statuses = {finding["status"] for finding in report["findings"]}
-            is_known = statuses <= {"passed", "failed", "not measured", "not made"}
-            may_have_passed = "passed" in statuses and not statuses & {"failed", "not made"}
-            is_sound = is_known and (may_have_passed or not report["passed"])
-            if report.get("stage", number) != number or not is_sound:
-                raise ValueError("it is not what the checks of this stage have found")
+            if report.get("stage", number) != number:
+                raise ValueError(f"it is that of stage {shown(report['stage'])}")
             return report
         except ValueError as error:
             raise ValueError(f"{path} is no report of stage {number} ({error}); approve.py run {number}") from error
@@ -171,7 +167,7 @@ class Approvals:
         if report["files"] != now:
             changed = _listing(changed_files(report["files"], now))
             raise ValueError(f"stage {number} was run with other files ({changed}); run it again")
-        if not report["passed"] and not (despite_failures and note.strip()):
+        if not has_passed(report["findings"]) and not (despite_failures and note.strip()):
             raise ValueError(
                 f"stage {number}: {_outcome(report)}; see {self.folder(number) / 'report.md'}. "
                 "--despite-failures with a --note that says why approves it nevertheless"
@@ -182,6 +178,12 @@ class Approvals:
         }  # fmt: skip
         with atomic_write(self.path, "w") as file:
             json.dump({str(key): entry for key, entry in sorted(self.entries.items())}, file, indent=1)
+
+
+def has_passed(findings):
+    """Whether every check was made, nothing failed, and something was found; `findings` are those of a report."""
+    statuses = {finding["status"] for finding in findings}
+    return "passed" in statuses and statuses <= {"passed", "not measured"}
 
 
 def _names_somebody(text):

@@ -90,7 +90,7 @@ def check_run(words, where, check):
 
 
 def check_shared(words, where):
-    """As `check_run` of what several runs share: how its values agree is told when those of each run are known."""
+    """As `check_run` for what several runs share; whether all values fit together is checked for each run."""
     check_run(words, where, lambda options: check_ranges(options, TRAIN_FLAGS))
 
 

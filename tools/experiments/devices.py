@@ -1,4 +1,4 @@
-"""Where trainings that run at the same time run, and how far they are.
+"""Devices of trainings that run at the same time, and lines on the terminal that show their progress.
 
 `--devices 0,1` of a tool is a list of what train.py takes as --device; a device that stands there twice runs two
 trainings at a time.

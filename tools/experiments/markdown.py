@@ -16,12 +16,15 @@ def show(value, form):
 
 def spread(values, form):
     """Median in the format `form`, with the lowest and highest of several values; "not measured" without any."""
-    known = [value for value in values if value is not None]
-    text = show(median(values), form)
-    return text if len(known) < 2 else f"{text} ({form.format(min(known))} to {form.format(max(known))})"
+    found, text = known(values), show(median(values), form)
+    return text if len(found) < 2 else f"{text} ({form.format(min(found))} to {form.format(max(found))})"
 
 
 def median(values):
     """Median of what was measured; None when nothing was."""
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
+    return statistics.median(known(values)) if known(values) else None
+
+
+def known(values):
+    """What was measured of `values`: those that are not None."""
+    return [value for value in values if value is not None]

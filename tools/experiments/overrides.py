@@ -1,4 +1,4 @@
-"""What a trial overrides: read from a file, checked by the rows of flags and hyper-parameters, made a command line.
+"""What a trial overrides: read from a file, checked by the rows of flags and hyper-parameters, put on a command line.
 
 Overrides are a dict: `hyp.NAME` is a hyper-parameter, any other name an option of train.py (`batch_size`).
 """

@@ -269,9 +269,9 @@ def read_speed(folder):
 
 
 def later_epochs(folder, rows, started):
-    """When the second epoch began and the last one ended, by time.monotonic(), of a process that ended just now.
+    """When the second epoch began and the last one ended, by time.monotonic(), of a process that has just ended.
 
-    It began at `started`; of a run that it continued, only its own time counts.
+    The process began at `started`. If it resumed a run, only its own epochs count.
     """
     path = Path(folder) / "results.csv"
     if len(rows) < 2 or not path.is_file():

@@ -247,8 +247,8 @@ def run_trial(table, trial_id, params, base, budget, checks, where="trial", devi
     """Run a trial, or continue it where an interruption left it, and add it to the table; returns the Trial.
 
     A generator for `runner.at_once`. Each of `checks` is called with the rows of results.csv after an epoch and may
-    give a reason to eliminate the trial. A trial that cannot be has failed; its message begins with `where`. `device`
-    is where it trains, None leaves that to the command line.
+    give a reason to eliminate the trial. A trial with a wrong override has failed; its message begins with `where`.
+    `device` is where it trains, None leaves that to the command line.
     """
     try:
         words, _ = trial_options(base, params, budget, where)

@@ -130,7 +130,7 @@ def check_values(opt: argparse.Namespace) -> None:
 
 
 def _check_image_cache(opt):
-    """Images beside the model are of use to workers that leave the pixels, and to steps that make them."""
+    """Only workers that leave the pixels to the GPU, and steps that make them there, can use images on the card."""
     has_workers, has_steps = opt.worker_tensor or opt.fast_dataloader, opt.fast_step or opt.cuda_graph
     if opt.cache_images == "gpu" and not (opt.fast or (has_workers and has_steps)):
         raise ValueError("--cache-images gpu needs --worker-tensor and --fast-step; give both, or --fast")

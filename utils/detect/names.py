@@ -14,6 +14,7 @@ from PIL import Image
 
 from utils.data.images.reading import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from utils.data.labels.image_list import OTHER_IMAGE_SUFFIXES
+from utils.metrics.coco_annotations import listing
 from utils.metrics.names import image_names
 from utils.system.files import counted, printable, read_text, split_lines, stand_in
 
@@ -90,8 +91,7 @@ def find_items(sources: Sequence[str]) -> list[Item]:
         )
     others = [file for file in files if not kinds[file] and _has_suffix(file, OTHER_SUFFIXES)]
     if others:
-        logger.warning("%s ignored: suffix not supported (%s)", counted(len(others), "file"),
-                       f"{', '.join(map(printable, others[:5]))}{', ...' if others[5:] else ''}")  # fmt: skip
+        logger.warning("%s ignored: suffix not supported (%s)", counted(len(others), "file"), listing(others))
     items = [Item(file, kind, printable(file)) for kind in ("image", "video") for file in files if kinds[file] == kind]
     names = image_names([item.path for item in items])
     taken = set(names.values())

@@ -111,8 +111,8 @@ def _check(runtime, module, run, reference, images, shapes, compare):
         place = f"{runtime} at {'x'.join(map(str, shape))}"
         if wrong := beyond_rounding(worst):
             hint = "; nearly equal scores, as of an untrained model, do that" if LOST in wrong else ""
-            raise ValueError(f"{place} differs from PyTorch in {' and '.join(wrong)}: {in_words(worst)}{hint}")
-        said = f"{place}, largest differences: {in_words(worst)}"
+            raise ValueError(f"{place} differs from PyTorch in {' and '.join(wrong)}: {describe(worst)}{hint}")
+        said = f"{place}, largest differences: {describe(worst)}"
         logger.info("%s", folded(f"  {said}"))
         if worst.get(LOST) == [0, 0]:
             logger.warning("%s: neither finds anything in these images, so no box was compared; --source: others, "
@@ -135,7 +135,7 @@ def beyond_rounding(worst):
     return [name for name, (value, largest) in worst.items() if not value <= _allowed(name, largest)]
 
 
-def in_words(worst):
+def describe(worst):
     return ", ".join(f"{name}: {value:.2g} (values up to {largest:.4g})" for name, (value, largest) in worst.items())
 
 

@@ -113,10 +113,10 @@ def log_sigmoid(x):
 
 @triton.jit
 def candidates_kernel(targets, first, integers, numbers, cells, owners, counts, per_layer, threshold, reach,
-                      L: tl.constexpr, A: tl.constexpr, COUNTED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                      L: tl.constexpr, A: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """The candidates of an image: their `cells`, counted through its layers, and the targets that they lie near.
 
-    per_layer [L]  how many candidates there are in the batch, if COUNTED
+    per_layer [L]  how many candidates there are in the batch
     """
     image = tl.program_id(0)
     start = tl.load(first + image)
@@ -157,9 +157,8 @@ def candidates_kernel(targets, first, integers, numbers, cells, owners, counts, 
         tl.store(cells + position, tl.load(own_integers + 2) + (anchor * ny + y) * nx + x, mask=chosen)
         tl.store(owners + position, target, mask=chosen)
         found += tl.sum(chosen.to(tl.int32), 0)
-        if COUNTED:
-            for i in tl.static_range(L):
-                tl.atomic_add(per_layer + i, tl.sum((chosen & (layer == i)).to(tl.int32), 0))
+        for i in tl.static_range(L):
+            tl.atomic_add(per_layer + i, tl.sum((chosen & (layer == i)).to(tl.int32), 0))
     tl.store(counts + image, found)
 
 

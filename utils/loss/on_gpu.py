@@ -42,8 +42,8 @@ EXACT = {"enable_fp_fusion": False}  # arithmetic operation by operation, as tor
 
 
 @dataclass(frozen=True)
-class Room:
-    """Room for so many `targets`, whose candidates have at most so many `scores` each."""
+class Capacity:
+    """How many `targets` fit, whose candidates have at most so many `scores` each."""
 
     targets: int
     scores: int
@@ -79,7 +79,7 @@ class TargetTensors(NamedTuple):
 class TargetSet(InOneBuffer):
     """The targets of a batch with all that their candidates depend on; made by `target_set`."""
 
-    sizes: Room
+    sizes: Capacity
     shapes: tuple  # of the predictions, one for each layer
     image_size: tuple  # (height, width) in pixels
     threshold: float  # of the anchors
@@ -111,10 +111,10 @@ def _slots(shapes):
     return len(shapes) * len(NEIGHBOUR_STEPS) * shapes[0][1]
 
 
-def _part_sizes(room, shapes):
+def _part_sizes(capacity, shapes):
     """How many numbers each of the TargetTensors has."""
     (batch, num_anchors, *_), num_layers = shapes[0], len(shapes)
-    return room.targets * 6, batch + 1, num_layers * 4, num_layers * (2 + 2 * num_anchors)
+    return capacity.targets * 6, batch + 1, num_layers * 4, num_layers * (2 + 2 * num_anchors)
 
 
 def _aligned(size):
@@ -125,7 +125,7 @@ def _aligned(size):
 def target_set(
     targets: Tensor, shapes: Sequence, anchors: Tensor, strides: Tensor | Sequence[float],
     image_size: Sequence[int] | None, *, balance: Sequence[float], anchor_threshold: float = 4.0, reach: float = 0.5,
-    at_least: Room | None = None, pinned: bool = False,
+    at_least: Capacity | None = None, pinned: bool = False,
 ) -> TargetSet:  # fmt: skip
     """The TargetSet, on the host, for `targets` [N x 6: image, class, x, y, w, h normalised] on the host.
 
@@ -136,12 +136,12 @@ def target_set(
     if (np.diff(image) < 0).any():
         order = image.argsort(kind="stable")
         rows, image = rows[order], image[order]
-    room = Room(round_up(len(rows)), _slots(shapes) * (shapes[0][4] - 5))
-    room = room if at_least is None else room.or_more(at_least)
-    buffer = torch.empty(sum(map(_aligned, _part_sizes(room, shapes))), dtype=torch.int32, pin_memory=pinned)
+    capacity = Capacity(round_up(len(rows)), _slots(shapes) * (shapes[0][4] - 5))
+    capacity = capacity if at_least is None else capacity.or_more(at_least)
+    buffer = torch.empty(sum(map(_aligned, _part_sizes(capacity, shapes))), dtype=torch.int32, pin_memory=pinned)
     buffer.numpy().fill(0)  # torch would use all its threads, which then keep the cores busy for milliseconds
     ends = np.bincount(image, minlength=shapes[0][0]).cumsum()
-    made = TargetSet(room, shapes, tuple(image_size or (1, 1)), anchor_threshold, reach, buffer, ends)
+    made = TargetSet(capacity, shapes, tuple(image_size or (1, 1)), anchor_threshold, reach, buffer, ends)
     parts = [part.numpy() for part in made.tensors]  # views, to be written to
     parts[0][: len(rows)] = rows
     parts[0][len(rows) :, 0] = -1
@@ -226,7 +226,7 @@ def find_candidates(batch: TargetSet) -> Slots:
     found = _new_slots(batch, num_slots, batch.slots)
     assign_kernels.candidates_kernel[(shapes[0][0],)](
         *tensors, found.cells, found.targets, found.counts, found.per_layer, batch.threshold, batch.reach,
-        L=len(shapes), A=shapes[0][1], COUNTED=True, BLOCK=512, num_warps=4, **EXACT,
+        L=len(shapes), A=shapes[0][1], BLOCK=512, num_warps=4, **EXACT,
     )  # fmt: skip
     return found
 

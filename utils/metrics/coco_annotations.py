@@ -46,8 +46,8 @@ def read_annotations(path):
     """
     try:
         content = _parse(path)
-        _check_named("images", content["images"], "file_name", _is_file_name, "the name of a file")
-        _check_named("categories", content["categories"], "name", _is_class_name, "the name of a class")
+        _check_named("images", content["images"], "file_name", (str,), "the name of a file")
+        _check_named("categories", content["categories"], "name", (str, int, float), "the name of a class")
         for number, entry in enumerate(content["annotations"]):
             check_annotation(f"annotations[{number}]", entry)
     except OSError as error:
@@ -84,26 +84,17 @@ def _parse(path):
     return content
 
 
-def _check_named(key, entries, of_name, is_name, wanted):
-    """Raise ValueError unless every one of the `entries` under `key` has an id of its own, and a name `of_name`."""
+def _check_named(key, entries, of_name, kinds, wanted):
+    """Raise ValueError unless each of the `entries` under `key` has an id of its own, and a name of one of `kinds`."""
     known = {}
     for number, entry in enumerate(entries):
-        own = _id_field(f"{key}[{number}]", entry, "id")
+        place = f"{key}[{number}]"
+        own, name = _id_field(place, entry, "id"), _field(place, entry, of_name)
         if own in known:
-            raise ValueError(f"{key}[{number}].id is {shown(own)}, as that of {key}[{known[own]}]")
+            raise ValueError(f"{place}.id is {shown(own)}, as that of {key}[{known[own]}]")
         known[own] = number
-    for number, entry in enumerate(entries):
-        name = _field(f"{key}[{number}]", entry, of_name)
-        if not is_name(name):
-            raise ValueError(f"{key}[{number}].{of_name} is {_described(name)}, not {wanted}")
-
-
-def _is_file_name(value):
-    return isinstance(value, str) and bool(value.strip())
-
-
-def _is_class_name(value):
-    return isinstance(value, (str, int, float)) and not isinstance(value, bool)  # a number is a name, too
+        if not isinstance(name, kinds) or isinstance(name, bool) or (key == "images" and not name.strip()):
+            raise ValueError(f"{place}.{of_name} is {_described(name)}, not {wanted}")
 
 
 def check_annotation(place, entry):

@@ -9,8 +9,8 @@ from pathlib import Path
 def image_names(paths: Iterable[str | Path], key: Callable = str.casefold) -> dict[str, str]:
     """{path: name} of images: the stems, if all are different.
 
-    Else the paths below the folder that holds them all (clipA/00), without their suffixes if that is enough. Different
-    are names with different `key`; by default that is more than their capitals, for disks that do not tell those apart.
+    Else the paths below the folder that holds them all (clipA/00), without their suffixes if that is enough. Two names
+    are different if their `key` is; by default capitals do not count, because some disks do not tell them apart.
     """
     files = {str(path): os.path.abspath(path) for path in paths}
     folder = _common_folder(files.values())
@@ -38,8 +38,8 @@ def class_names(
 ) -> list[str]:
     """The `names` of classes [nc], cut to `longest` letters, as texts that are all different.
 
-    Names with the same `form`, which is what the reader makes of them, get their class ids: `dog (3)`; so do those that
-    are equal to one in `taken`.
+    Names with the same `form`, which is how they are used later, get their class ids: `dog (3)`; so do names that are
+    in `taken`.
     """
     shown = [str(name)[:longest] for name in names]
     counts = Counter(map(form, [*taken, *shown]))
