@@ -103,16 +103,15 @@ def train(given):
     resume.note_images(progress, loaders.dataset.img_files, opt)
     run.check_alike(model, loaders.dataset.labels)
     report, checkpoints = open_records(given, paths, progress, steps.scalars, heads_of(model))
+    prepare_model(run, model, loaders.dataset.labels, loaders.sizes.final)
     if not opt.resume:
         report.labels(loaders.dataset.labels)
         if ranks.is_main:  # the other processes receive the anchors with the weights
             check_anchors(loaders.dataset, model, run.hyp["anchor_t"], loaders.sizes.final, refit=not opt.noautoanchor)
             trainer.ema.copy_anchors(model)
         model.half().float()  # stock behaviour: a fresh run starts from weights rounded to half precision
-    loaders.begin()
-    prepare_model(run, model, loaders.dataset.labels, loaders.sizes.final)
-    if not opt.resume:
         checkpoints.initial(model)
+    loaders.begin()
 
     num_batches = len(loaders.train)
     num_warmup = optim.warmup_length(run.hyp, num_batches, progress.epochs)

@@ -106,10 +106,8 @@ def table(opt: Namespace, device: torch.device) -> tuple[FastPath, ...]:
     images, has_asked = wanted_images(opt, device), opt.cache_images == "gpu"
     compiling = "USE_COMPILE=1" if is_on("USE_COMPILE") else None
     compiler = load("utils.fast.compile:options_from_environment")() if compiling else ()
-    losses = "whole batch at once (loss/batched.py)"
     lacking = why_no_kernels(device)
-    if on_gpu and lacking:
-        losses += f", by operations of torch ({lacking})"
+    by_torch = f", by operations of torch ({lacking})" if on_gpu and lacking else ""
     return (
         FastPath("loader", describe(loader), " ".join(filter(None, (asked(opt, name) for name in LOADER_FLAGS))), None,
                  lambda _: asking_ahead(loader, opt, device)),
@@ -117,13 +115,12 @@ def table(opt: Namespace, device: torch.device) -> tuple[FastPath, ...]:
                  images and why_no_images(opt, device),
                  lambda loader: loader | {COMPOSE: partial(load("utils.data.gpu.placing:open_images"), device=device,
                                                            is_asked=has_asked)}, is_loud=has_asked),
-        FastPath("reading", "images for --cache-images, while the model is built",
-                 step if opt.cache_images == "ram" else None, why_not_read_ahead(opt),
-                 lambda _: load("utils.run.loaders:read_ahead")),
+        FastPath("reading", "images, while the model is built", step if opt.cache_images in (True, "ram") else None,
+                 why_not_read_ahead(opt), lambda _: load("utils.run.loaders:read_ahead")),
         FastPath("kept", "validation batches stay where the GPU reads them",
                  validation if has_asked or opt.fast else None, why_not_kept(opt, device),
                  lambda _: partial(load("utils.data.gpu.kept_batches:keep"), device=device, is_asked=has_asked)),
-        FastPath("losses", losses, loss, None,
+        FastPath("losses", f"whole batch at once (loss/batched.py){by_torch}", loss, None,
                  lambda losses: partial(losses, classes=load("utils.loss.batched:CLASSES"))),
         FastPath("losses", f"plain, OTA in the last {opt.ota_last} epochs", asked(opt, "ota_last"), None,
                  lambda losses: partial(losses, ota_last=opt.ota_last)),
