@@ -92,7 +92,6 @@ def train(given):
     opt, device, ranks = run.options, run.device, run.ranks
     distributed.init_seeds(2 + ranks.rank)
     paths = fast_paths.choose(opt, device)
-    paths.reading(run)
     model, stored = build_model(run)
     freeze_layers(model, opt.freeze)
     trainer, progress = open_trainer(run, model, stored)
@@ -103,15 +102,16 @@ def train(given):
     resume.note_images(progress, loaders.dataset.img_files, opt)
     run.check_alike(model, loaders.dataset.labels)
     report, checkpoints = open_records(given, paths, progress, steps.scalars, heads_of(model))
-    prepare_model(run, model, loaders.dataset.labels, loaders.sizes.final)
     if not opt.resume:
         report.labels(loaders.dataset.labels)
         if ranks.is_main:  # the other processes receive the anchors with the weights
             check_anchors(loaders.dataset, model, run.hyp["anchor_t"], loaders.sizes.final, refit=not opt.noautoanchor)
             trainer.ema.copy_anchors(model)
         model.half().float()  # stock behaviour: a fresh run starts from weights rounded to half precision
-        checkpoints.initial(model)
     loaders.begin()
+    prepare_model(run, model, loaders.dataset.labels, loaders.sizes.final)
+    if not opt.resume:
+        checkpoints.initial(model)
 
     num_batches = len(loaders.train)
     num_warmup = optim.warmup_length(run.hyp, num_batches, progress.epochs)

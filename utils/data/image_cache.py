@@ -13,15 +13,12 @@ import hashlib
 import logging
 import os
 import shutil
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from types import SimpleNamespace
 
-import cv2
 import numpy as np
 
-from utils.data.labels.cache import cache_location, load_cache, signature
-from utils.data.labels.image_list import find_images, img2label_paths
+from utils.data.labels.cache import cache_location, signature
 from utils.data.training_size import load_scanned, resized_shape
 from utils.system.cores import usable_cores
 from utils.system.files import atomic_write, printable, remove_leftovers
@@ -30,14 +27,11 @@ from utils.system.progress import progress
 
 logger = logging.getLogger(__name__)
 
-_AHEAD: list[Future] = []  # at most one: see `read_ahead`
-
 FORMAT_VERSION = 1  # raise it whenever the pixels of the same image change
 PORTION = 16  # images that a thread reads at a time
 FEWEST_THREADS = 8  # that read: a disk may be slow where cores are few
 SAMPLES = 16  # images of a cache file that are compared before it is used
 MOST_LEVELS = 12  # of 255
-MOST_AHEAD = 4096  # images that are read ahead: more take so long that little is gained, and an error waits for them
 ATTEMPTS = 5  # at a file that is gone, or cannot be mapped, as soon as it is written
 RESERVE = 100e6  # bytes that stay free on the disk
 ADVICE = "--cache-images disk needs none; a smaller --img-size, or no --cache-images, needs less"
@@ -45,60 +39,14 @@ ADVICE = "--cache-images disk needs none; a smaller --img-size, or no --cache-im
 
 def use_memory_cache(dataset, prefix=""):
     """Read all images into memory, `dataset.imgs`. Raises ValueError when there is too little of it."""
-    pixels = _taken_ahead(dataset)
-    dataset.memory_cache = _read(dataset, prefix) if pixels is None else pixels
-    dataset.imgs = views(dataset.memory_cache, *layout(dataset, dataset.img_size))
-
-
-def _read(dataset, prefix):
-    """The pixels of all images, one after the other in shared memory, read-only."""
     shapes, ends = layout(dataset, dataset.img_size)
     num_bytes = int(ends[-1])
     check_memory(num_bytes, "--cache-images needs {}", ADVICE)
     pixels = shared_array((num_bytes,), np.uint8)
     _fill(dataset, views(pixels, shapes, ends), f"{prefix}Caching images ({describe_bytes(num_bytes)})")
+    dataset.memory_cache = pixels
     pixels.flags.writeable = False
-    return pixels
-
-
-def read_ahead(path, img_size, augment, keypoints=None, prefix=""):
-    """Let a thread read the images of the data set that is opened next; the other arguments are those of its opening.
-
-    `use_memory_cache` then has them, if they are what it wants. Only a few are read, and only if a label cache knows
-    them. What goes wrong is met again, and reported, when the data set is opened.
-    """
-    cv2.setNumThreads(0)  # its own threads would not survive a fork
-    _AHEAD[:] = [ThreadPoolExecutor(1, "reading ahead").submit(_ahead, path, img_size, augment, keypoints, prefix)]
-
-
-def _ahead(path, img_size, augment, keypoints, prefix):
-    """What is read, by a stand-in for the data set, and its pixels; None if no label cache knows the images."""
-    img_files, _ = find_images(path)
-    label_files = img2label_paths(img_files)
-    found = load_cache(cache_location(path, label_files), signature(img_files, label_files, keypoints))
-    if not found or not 0 < len(found["img_files"]) <= MOST_AHEAD:
-        return None
-    number = len(found["img_files"])
-    dataset = SimpleNamespace(
-        img_files=found["img_files"], shapes=np.asarray(found["shapes"], np.float64), imgs=[None] * number, n=number,
-        img_size=img_size, augment=augment,
-    )  # fmt: skip
-    return _contents(dataset), _read(dataset, prefix)
-
-
-def _taken_ahead(dataset):
-    """The pixels that `read_ahead` has for `dataset`, once they are read; None if there are none, or others."""
-    while _AHEAD:
-        with suppress(Exception):
-            contents, pixels = _AHEAD.pop().result() or (None, None)
-            if contents == _contents(dataset):
-                return pixels
-    return None
-
-
-def _contents(dataset):
-    """All that the pixels depend on."""
-    return list(dataset.img_files), dataset.shapes.tolist(), dataset.img_size, dataset.augment
+    dataset.imgs = views(pixels, shapes, ends)
 
 
 def check_memory_for(dataset, img_size):

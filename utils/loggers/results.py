@@ -89,9 +89,9 @@ class RunReport:
     def labels(self, labels: Sequence[np.ndarray]) -> None:
         """Draw the training labels, a list of [n x 5: class, x, y, w, h normalised] per image; log their classes."""
         rows = np.concatenate([np.zeros((0, 5)), *labels])
-        self.tensorboard.labels(rows[:, 0])
-        if self.draws_images:
+        if self.draws_images:  # first: a fork waits until the threads rest that sum up a histogram
             in_background(plot_labels, rows, self.names, self.save_dir)
+        self.tensorboard.labels(rows[:, 0])
 
     def also(self, source: Callable[[], dict[str, float]]) -> None:
         """`source()` gives further scalars {tag: value} for the event file after every epoch."""

@@ -26,9 +26,7 @@ from utils.system.files import cause_of
 
 logger = logging.getLogger(__name__)
 
-MOST_PROCESSES = int(
-    os.environ.get("DRAWERS", "4")
-)  # that draw: what a validation ends in takes three times as long as its confusion matrix
+MOST_PROCESSES = 4  # that draw: what a validation ends in takes three times as long as its confusion matrix
 MANY_CLASSES = 20  # above, curves of single classes are thin grey lines without a legend
 HIDDEN_CELL = 0.005  # shares below it leave a confusion cell empty
 

@@ -29,7 +29,6 @@ from utils.system.files import folded
 logger = logging.getLogger(__name__)
 
 COMPOSE = "compose"  # field of LoaderOptions
-LARGEST_STRIDE = 64  # of the models in cfg/
 MOST_WORKERS = 16  # cores that keep any of the GPUs busy that were measured; and as many workers are enough
 LOADER_FLAGS = ("fast", "fast_dataloader", "persistent_workers", "worker_tensor", "micro_batch_size", "prefetch_factor",
                 "max_iter", "seed")  # fmt: skip
@@ -53,16 +52,11 @@ def starts_at_once(steps: Any, shape: tuple, num_steps: int) -> None:
     """The reference of `ahead`: the first step makes what it needs."""
 
 
-def reads_later(run: Any) -> None:
-    """The reference of `reading`: images are read when their data set is opened."""
-
-
 @dataclass(frozen=True)
 class Paths:
     """One implementation for each seam; without flags it is this very object: REFERENCE."""
 
     loader: dict[str, Any] = field(default_factory=dict)  # keyword arguments of create_dataloader; none: torch's loader
-    reading: Callable[[Any], None] = reads_later  # (Run), before the model is built
     batches: Callable = batches.plain  # (loader, device) -> Batch after Batch
     losses: Callable = losses_by_epoch  # (model, epochs) -> function of the epoch that names its loss, validation loss
     forward: Callable[[nn.Module], nn.Module] = itself  # model -> what training calls: other code over the same tensors
@@ -106,8 +100,10 @@ def table(opt: Namespace, device: torch.device) -> tuple[FastPath, ...]:
     images, has_asked = wanted_images(opt, device), opt.cache_images == "gpu"
     compiling = "USE_COMPILE=1" if is_on("USE_COMPILE") else None
     compiler = load("utils.fast.compile:options_from_environment")() if compiling else ()
+    losses = "whole batch at once (loss/batched.py)"
     lacking = why_no_kernels(device)
-    by_torch = f", by operations of torch ({lacking})" if on_gpu and lacking else ""
+    if on_gpu and lacking:
+        losses += f", by operations of torch ({lacking})"
     return (
         FastPath("loader", describe(loader), " ".join(filter(None, (asked(opt, name) for name in LOADER_FLAGS))), None,
                  lambda _: asking_ahead(loader, opt, device)),
@@ -115,12 +111,10 @@ def table(opt: Namespace, device: torch.device) -> tuple[FastPath, ...]:
                  images and why_no_images(opt, device),
                  lambda loader: loader | {COMPOSE: partial(load("utils.data.gpu.placing:open_images"), device=device,
                                                            is_asked=has_asked)}, is_loud=has_asked),
-        FastPath("reading", "images, while the model is built", step if opt.cache_images in (True, "ram") else None,
-                 why_not_read_ahead(opt), lambda _: load("utils.run.loaders:read_ahead")),
         FastPath("kept", "validation batches stay where the GPU reads them",
                  validation if has_asked or opt.fast else None, why_not_kept(opt, device),
                  lambda _: partial(load("utils.data.gpu.kept_batches:keep"), device=device, is_asked=has_asked)),
-        FastPath("losses", f"whole batch at once (loss/batched.py){by_torch}", loss, None,
+        FastPath("losses", losses, loss, None,
                  lambda losses: partial(losses, classes=load("utils.loss.batched:CLASSES"))),
         FastPath("losses", f"plain, OTA in the last {opt.ota_last} epochs", asked(opt, "ota_last"), None,
                  lambda losses: partial(losses, ota_last=opt.ota_last)),
@@ -273,17 +267,6 @@ def why_no_images(opt: Namespace, device: torch.device) -> str | None:
     """What keeps images from lying beside the model; what depends on the data set is seen when it is there."""
     reason = why_no_kernels(device) or (None if opt.workers else "there are no loader workers")
     return reason and reason + ", so they are in RAM" * (opt.cache_images == "gpu")
-
-
-def why_not_read_ahead(opt: Namespace) -> str | None:
-    """What makes it unknown, before the data set is opened, which images it has at which size."""
-    return _first({
-        "the processes read in turns": has_several(opt),
-        "other sizes follow": bool(opt.resize_schedule),
-        "the model may ask for another size": opt.img_size[0] % LARGEST_STRIDE != 0,
-        "only some are trained on": bool(opt.subset_size or opt.overfit),
-        "--rect sorts them": opt.rect,
-    })  # fmt: skip
 
 
 def why_not_kept(opt: Namespace, device: torch.device) -> str | None:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from utils.config import resize_schedule
 from utils.config.options import check_img_size
 from utils.config.resize_schedule import ResizeSchedule
-from utils.data import image_cache, subset
+from utils.data import subset
 from utils.data.image_cache import check_memory_for, give_back_memory
 from utils.data.labels.scan import check_has_boxes, check_labels
 from utils.datasets import LoadImagesAndLabels, create_dataloader
@@ -99,12 +99,6 @@ def open_loaders(run: Run, paths: Paths, stride: int, first_epoch: int, build_mo
         keep = partial(paths.kept, step_cost=step_cost) if paths.kept else None
         val_loader = open_val_loader(run, fast, stride, first_epoch, dataset.row_forms, share, keep)
     return Loaders(train_loader, dataset, image_size, val_loader, sizes, open_training)
-
-
-def read_ahead(run: Run) -> None:
-    """Let a thread read the training images for --cache-images, before `open_loaders` is called."""
-    opt = run.options
-    image_cache.read_ahead(run.data.train, opt.img_size[0], not opt.overfit, run.data.keypoints, prefix="train: ")
 
 
 def open_train_loader(run, fast, stride, image_size, first_epoch):
