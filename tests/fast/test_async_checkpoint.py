@@ -15,9 +15,9 @@ from tests import small_run
 from tests.engine.test_trainer import new_trainer, run
 from utils.config.options import train_parser
 from utils.engine import checkpoint
-from utils.engine.checkpoint import NEW_COPIES, Checkpoints
+from utils.engine.checkpoint import NEW_COPIES, Checkpoints, in_stock_order
 from utils.engine.checkpoint_reader import read_checkpoint
-from utils.fast.async_checkpoint import BackgroundCheckpoints, HostCopies, snapshot
+from utils.fast.async_checkpoint import BackgroundCheckpoints, HostCopies, on_host, snapshot
 from utils.loggers.results import RunReport
 from utils.run import fast_paths
 
@@ -264,3 +264,23 @@ def test_a_whole_run_leaves_its_files(tmp_path, monkeypatch):
     assert sorted(path.name for path in weights.iterdir()) == names
     assert read_checkpoint(weights / "last.pt").optimizer is None
     assert read_checkpoint(weights / "last_full.pt").optimizer is not None
+
+
+def test_a_copy_on_the_host_is_that_in_stocks_order():
+    """Strides, what is trained, tensors that are neither parameters nor buffers, tensors of several types."""
+    model = new_trainer().model.to(memory_format=torch.channels_last)
+    model.class_weights, model.names = torch.rand(3), ["cat"]
+    first = next(model.parameters()).requires_grad_(False)
+    copy, expected = on_host(model), in_stock_order(model)
+    for (name, value), (_, known) in zip(copy.state_dict().items(), expected.state_dict().items(), strict=True):
+        assert torch.equal(value, known) and (value.dtype, value.stride()) == (known.dtype, known.stride()), name
+    assert {value.dtype for value in copy.state_dict().values()} == {torch.float32, torch.int64}
+    assert [p.requires_grad for p in copy.parameters()] == [p.requires_grad for p in model.parameters()]
+    assert torch.equal(copy.class_weights, model.class_weights) and copy.names == ["cat"]
+    taken = {tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()}
+    with torch.no_grad():
+        first.add_(1)
+    assert not torch.equal(next(copy.parameters()), first)
+    assert not taken & {tensor.untyped_storage().data_ptr() for tensor in copy.state_dict().values()}
+    sizes = [tensor.untyped_storage().nbytes() for tensor in copy.state_dict().values()]
+    assert sizes == [tensor.nbytes for tensor in copy.state_dict().values()], "no file holds a tensor that many share"

@@ -229,6 +229,8 @@ def test_the_half_copy_that_is_kept_follows_the_average():
     ema, kept = ModelEMA(new_model()), KeptHalfCopy()
     ema.half_copy = kept
     first = ema.ema_for_evaluation(half=True)
+    for ours, value in zip(first.state_dict().values(), new_half_copy(ema.ema).state_dict().values(), strict=True):
+        assert torch.equal(ours, value) and (ours.dtype, ours.stride()) == (value.dtype, value.stride())
     first.to(memory_format=torch.contiguous_format)  # whoever evaluates may want another order
     for seed in range(3):
         model = new_model()

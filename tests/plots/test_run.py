@@ -272,6 +272,20 @@ def test_background_error_is_logged_and_the_next_plot_drawn(tmp_path, caplog):
     assert "Can't pickle" in caplog.text
 
 
+def test_processes_end_when_nothing_is_left_to_draw(tmp_path):
+    """What they were handed before is drawn, and the next plot as well."""
+    first, second = (run.in_background(write_process, tmp_path / name, 0.2) for name in "ab")
+    run.end_drawing()
+    third = run.in_background(write_process, tmp_path / "c")
+    assert [run.drawn(task) for task in (first, second, third)] == ["written"] * 3
+    ended, at_work = int((tmp_path / "a").read_text()), int((tmp_path / "c").read_text())
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{ended}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{ended}").exists() and Path(f"/proc/{at_work}").exists()
+    run.end_drawing(), run.end_drawing()
+
+
 def test_killed_process_costs_its_plots_only(tmp_path, caplog):
     run.in_background(end_itself)
     run.wait_for_background()
