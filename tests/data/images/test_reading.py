@@ -344,13 +344,20 @@ def tiff(samples, photometric=2, planar=1):
 @pytest.mark.parametrize("planar", [1, 2])
 def test_tiffs_of_many_bands(tmp_path, capfd, caplog, kind, bands, planar):
     """The first three bands where Pillow knows which they are, else one sentence; no library prints a word."""
-    values = np.random.default_rng(0).random((32, 24, bands)) * (1 if np.dtype(kind).kind == "f" else 255)
+    values = np.random.default_rng(0).random((32, 24, bands)) * {np.uint8: 255, np.uint16: 65535}.get(kind, 1)
     (tmp_path / "a.tif").write_bytes(tiff(values.astype(kind), planar=planar))
+    is_mixed = bands == 3 and planar == 2 and kind is not np.uint8
+    said = "bits whose bands lie one after the other" if is_mixed else f"{bands} bands, at most 4 are supported"
     try:
         assert reading.verify_image(tmp_path / "a.tif") == (24, 32)
-        assert reading.read_image(tmp_path / "a.tif").shape == (32, 24, 3)
+        pixels, expected = reading.read_image(tmp_path / "a.tif"), reading.to_8bit(values.astype(kind))[..., 2::-1]
+        assert np.abs(pixels.astype(int) - expected).max() <= (kind is np.uint16)  # OpenCV rounds
+        assert not is_mixed
     except ValueError as error:
-        assert bands > 3 and f"TIFF with {bands} bands, at most 4 are supported" in str(error)
+        assert (bands > 3 or is_mixed) and said in str(error)
+    if is_mixed:
+        with pytest.raises(ValueError, match=said):
+            reading.read_image(tmp_path / "a.tif")
     out, err = capfd.readouterr()
     assert (out, err, caplog.text) == ("", "", "")
 

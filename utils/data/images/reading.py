@@ -50,6 +50,8 @@ def read_image(path):
         raise ValueError(f"{printable(path)}: cannot be opened ({error.strerror})") from error
     if not data.size:
         raise ValueError(f"{printable(path)}: the file is empty")
+    if _is_tiff(data) and (mixed := _tiff_samples(io.BytesIO(data))[2]):
+        raise ValueError(f"{printable(path)}: {mixed}")
     image = _read_with_opencv(data)
     if image is None:
         image = _read_with_pillow(path, data)
@@ -59,7 +61,7 @@ def read_image(path):
 def _read_with_opencv(data):
     """The image [h x w x 3, uint8, BGR], or None if OpenCV cannot read it."""
     try:
-        bits, bands = _tiff_samples(io.BytesIO(data)) if _is_tiff(data) else (0, 0)
+        bits, bands, _ = _tiff_samples(io.BytesIO(data)) if _is_tiff(data) else (0, 0, "")
         if bands > MAX_BANDS:  # Pillow takes the first three of some; OpenCV would print about it at every reading
             return None
         if bits > 16:  # which OpenCV does not convert to 8 bits itself
@@ -105,10 +107,11 @@ def verify_image(path):
             try:
                 size = _verify_open_file(path, file)
             except ValueError as error:
-                if (bands := _tiff_samples(file)[1]) > MAX_BANDS:
+                _, bands, mixed = _tiff_samples(file)
+                if bands > MAX_BANDS:
                     advice = f"at most {MAX_BANDS} are supported; write three of them to a file"
                     raise ValueError(f"TIFF with {bands} bands, {advice}") from error
-                raise
+                raise ValueError(mixed or str(error)) from error
     except OSError as error:
         raise ValueError(f"cannot be opened ({error.strerror or error})") from error
     if min(size) < MIN_SIDE:
@@ -134,6 +137,8 @@ def _verify_open_file(path, file):
         raise ValueError(f"content is {image.format}, which is not supported")
     if image.format in ("JPEG", "MPO") and not _jpeg_is_complete(file):
         raise ValueError("truncated JPEG (no end marker)")
+    if image.format == "TIFF" and (mixed := _tiff_samples(file)[2]):
+        raise ValueError(mixed)
     _decode_with_pillow(path)
     return image_size(path)
 
@@ -218,7 +223,7 @@ def _is_tiff(start):
 
 
 def _tiff_header(file):
-    """(width, height as stored, orientation, bits per sample, bands) of the first image of an open TIFF file."""
+    """(width, height as stored, orientation, bits a sample, bands, bands apart) of the first image of an open TIFF."""
     file.seek(0)
     directory = TiffImagePlugin.ImageFileDirectory_v2(file.read(8))
     file.seek(directory.next)
@@ -227,16 +232,20 @@ def _tiff_header(file):
     bits = max(bits) if isinstance(bits, tuple) else bits
     width, height = directory[TiffImagePlugin.IMAGEWIDTH], directory[TiffImagePlugin.IMAGELENGTH]
     bands = directory.get(TiffImagePlugin.SAMPLESPERPIXEL, 1)
-    return width, height, directory.get(ORIENTATION, 1), bits, bands
+    are_apart = directory.get(TiffImagePlugin.PLANAR_CONFIGURATION, 1) == 2
+    return width, height, directory.get(ORIENTATION, 1), bits, bands, are_apart
 
 
 def _tiff_samples(file):
-    """(bits a sample, bands) of an open TIFF file; zeros if it is none, or has a broken header."""
+    """(bits a sample, bands, why nobody reads them right) of an open TIFF file; zeros if it is none, or is broken."""
     try:
         file.seek(0)
-        return _tiff_header(file)[3:] if _is_tiff(file.read(4)) else (0, 0)
+        *_, bits, bands, are_apart = _tiff_header(file) if _is_tiff(file.read(4)) else (0, 0, False)
     except Exception:  # let the ordinary reader refuse it
-        return 0, 0
+        return 0, 0, ""
+    is_mixed = are_apart and 1 < bands <= MAX_BANDS and bits > 8  # OpenCV mixes samples, and Pillow takes low bytes
+    advice = "write it with the samples of a pixel together (rgb contig)"
+    return bits, bands, f"TIFF of {bits} bits whose bands lie one after the other; {advice}" * is_mixed
 
 
 def _is_webp(data):
