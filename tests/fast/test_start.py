@@ -332,9 +332,12 @@ def test_the_first_step_finds_its_kernels(monkeypatch):
     state = {name: value.clone() for name, value in model.state_dict().items()}
     total = start.dry_loss(loss, (4, 3, 64, 64), device)
     made = watch_convolutions(monkeypatch)
-    with start.compiled_ahead(device) as kernels, start.convolved_beside(device):
-        start.dry_pass(network, torch.zeros(4, 3, 64, 64, device=device), lambda: torch.autocast("cuda"), total)
-    counts = Counter("backward" in str(operation) for operation, _ in made)
+    with start.compiled_ahead(device) as kernels:
+        images = torch.zeros(4, 3, 64, 64, device=device)
+        start.with_convolutions_here(
+            device, lambda: start.dry_pass(network, images, lambda: torch.autocast("cuda"), total)
+        )
+    counts = Counter("backward" in str(operation) for operation, *_ in made)
     assert counts[True] == counts[False] == sum(isinstance(operation, Block) for operation in network.plan.operations)
     assert kernels and all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     late = []

@@ -1,7 +1,12 @@
 """How much memory is free: of the machine, and of a container with a limit."""
 
+import platform
+import subprocess
+import sys
+
 import pytest
 
+from utils.system.files import PROJECT_ROOT
 from utils.system.memory import available_memory
 
 VERSION_1 = ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat")
@@ -26,3 +31,23 @@ def test_limits_of_both_versions_of_cgroup(names, texts, free, tmp_path):
         (tmp_path / name).write_text(text)
     found = available_memory(tmp_path, tmp_path / "none")
     assert found == free if free is not None else found is None or found > 1e6
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another library of C")
+def test_memory_that_threads_free_is_used_again():
+    """By the page faults of a thread that takes a megabyte again and again."""
+    program = """
+import resource, threading
+from utils.system.memory import keep_freed_memory
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    thread = threading.Thread(target=lambda: [len(bytearray(b"1") * 1_000_000) for _ in range(500)])
+    thread.start(), thread.join()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+before = faults()
+keep_freed_memory()
+print(before, faults())
+"""
+    run = subprocess.run([sys.executable, "-c", program], cwd=PROJECT_ROOT, capture_output=True, text=True, timeout=60)
+    before, after = map(int, run.stdout.split())
+    assert before > 10_000 and after < 2_000, run.stderr

@@ -22,7 +22,7 @@ from utils.data.labels.cache import cache_location, signature
 from utils.data.training_size import load_scanned, resized_shape
 from utils.system.cores import usable_cores
 from utils.system.files import atomic_write, printable, remove_leftovers
-from utils.system.memory import check_memory, describe_bytes, give_back, shared_array
+from utils.system.memory import check_memory, describe_bytes, give_back, keep_freed_memory, shared_array
 from utils.system.progress import progress
 
 logger = logging.getLogger(__name__)
@@ -195,6 +195,7 @@ def _fill(dataset, places, title):
 
 def read_in_threads(read, portions, title):
     """Call read(portion) for all `portions`, ranges of images, with a progress bar; whatever it raises ends all."""
+    keep_freed_memory()
     bar = progress(desc=title, total=sum(map(len, portions)), unit="img")
     with ThreadPoolExecutor(max(FEWEST_THREADS, usable_cores())) as pool, bar:
         try:

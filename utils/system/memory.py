@@ -19,6 +19,11 @@ SHARED_MEMORY = Path("/dev/shm")
 MEMORY_LIMITS = (("", "memory.max", "memory.current", "inactive_file"),
                  ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))  # fmt: skip
 
+# For glibc's mallopt: what is larger than M_MMAP_THRESHOLD is taken from the system each time; what is free at the end
+# of a heap goes back to it if it is more than M_TRIM_THRESHOLD.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+MALLOC_LIMITS = {M_MMAP_THRESHOLD: 32 << 20, M_TRIM_THRESHOLD: 64 << 20}  # bytes
+
 # What libraries say, beside torch's own class of error, where the GPU or the host has no memory left.
 FULL_SIGNS = ("CUDA error: out of memory", "Triton Error [CUDA]: out of memory", "STATUS_ALLOC_FAILED",
               "DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")  # fmt: skip
@@ -43,6 +48,17 @@ def give_back(array):
     with suppress(AttributeError, OSError):  # not Linux
         # Not by `array.madvise`, which keeps Python's lock: a gigabyte takes a tenth of a second.
         ctypes.CDLL(None).madvise(address, ctypes.c_size_t(len(array)), mmap.MADV_REMOVE)
+
+
+def keep_freed_memory():
+    """Let glibc keep what threads free, for what they allocate next.
+
+    Otherwise each image of a megabyte is taken from the system, page by page, and given back: 40 % of the time of
+    decoding; and all threads, and the driver of the GPU, wait for each other at it.
+    """
+    with suppress(AttributeError, OSError):  # another library of C
+        for option, num_bytes in MALLOC_LIMITS.items():
+            ctypes.CDLL(None).mallopt(option, num_bytes)
 
 
 def check_memory(num_bytes, what, advice):
