@@ -35,13 +35,13 @@ def test_limits_of_both_versions_of_cgroup(names, texts, free, tmp_path):
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another library of C")
 def test_memory_that_threads_free_is_used_again():
-    """By the page faults of a thread that takes a megabyte again and again."""
+    """By the page faults of a thread that takes megabytes again and again."""
     program = """
 import resource, threading
 from utils.system.memory import keep_freed_memory
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    thread = threading.Thread(target=lambda: [len(bytearray(b"1") * 1_000_000) for _ in range(500)])
+    thread = threading.Thread(target=lambda: [len([bytearray(b"1") * 1_000_000 for _ in range(4)]) for _ in range(99)])
     thread.start(), thread.join()
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 before = faults()
