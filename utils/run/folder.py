@@ -158,9 +158,26 @@ def resumed_options(opt: Namespace, ranks: Ranks, is_restart: bool = False) -> N
     old.working_dir, old.cfg = str(folder), ""
     old.weights, old.save_dir = str(below(last, folder)), str(below(run, folder))
     old.hyp = old.hyp if (folder / old.hyp).is_file() else str(run / "hyp.yaml")
+    _say_which_is_read(run, folder / old.hyp)
     where = "" if folder == here else f"; relative paths count from {folder}"
     logger.info("Resuming %s after epoch %d%s", old.save_dir, checkpoint.epoch, where)
     return old
+
+
+def _say_which_is_read(run, hyp_file):
+    """Warn when somebody has edited the hyp.yaml of a run folder, which only tells what the run was started with."""
+    record, options = run / "hyp.yaml", run / "opt.yaml"  # written in this order
+    if not record.is_file() or record.samefile(hyp_file) or record.stat().st_mtime <= options.stat().st_mtime:
+        return
+    try:
+        kept, read = read_yaml(record), read_yaml(hyp_file)
+    except ValueError as error:
+        logger.warning("%s; nothing of it is used, %s is read", error, printable(hyp_file))
+        return
+    changed = [f"{key} {kept[key]} there, {read[key]} here" for key in kept if key in read and kept[key] != read[key]]
+    if changed:
+        logger.warning("%s has been edited (%s), but %s is read: edit that one", printable(record),
+                       printable(", ".join(changed))[:500], printable(hyp_file))  # fmt: skip
 
 
 def _folder_of_paths(started, run, data):
