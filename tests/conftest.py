@@ -39,6 +39,10 @@ def handlers_of_a_new_process():
     """Programs that other tests ran to their end in this process have left other ones; a signal would end the tests."""
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
         signal.signal(number, handler)
+    of_children = signal.getsignal(signal.SIGCHLD)
+    yield
+    if callable(of_children):  # that of torch's loader, which sets it once, and waits in vain without it
+        signal.signal(signal.SIGCHLD, of_children)
 
 
 @pytest.fixture(autouse=True)

@@ -264,6 +264,7 @@ def order_one(monkeypatch):
 
 def test_a_second_ctrl_c_ends_the_wait_for_processes(order_one):
     def work():  # in the process, which hangs
+        assert multiprocessing.parent_process(), "or the signal would end the tests"
         os.kill(os.getppid(), signal.SIGINT)
         time.sleep(100)
 
