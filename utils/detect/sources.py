@@ -17,6 +17,7 @@ from utils.data.stream import opencv_path
 from utils.data.transforms import letterbox
 from utils.detect.names import Frame, Item, gif_is_complete
 from utils.system.files import cause_of, stand_in
+from utils.system.memory import keep_freed_memory
 
 AHEAD = 16  # frames that are decoded before they are asked for, beyond a batch
 WAITING = 4  # batches that may come before a frame that waits for others of its shape
@@ -50,6 +51,7 @@ class FileSource:
             yield frame
 
     def _frames(self):
+        keep_freed_memory()
         images = [item for item in self.items if item.kind == "image"]
         depth = self.batch_size + AHEAD
         with ThreadPoolExecutor(self.workers, "decode") as pool:
