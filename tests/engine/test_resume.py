@@ -1,6 +1,7 @@
 """Resumed runs end bit-equal to uninterrupted ones; what changes on resume takes effect and is said."""
 
 import logging
+import os
 from argparse import Namespace
 
 import numpy as np
@@ -13,6 +14,7 @@ from utils.engine import resume
 from utils.engine.checkpoint_reader import read_checkpoint
 from utils.engine.trainer import Progress
 from utils.plots.run import read_results
+from utils.run import folder as run_folder
 from utils.run.entry import NothingToDo
 
 SHORT_WARMUP = {"warmup_min_iters": 3, "warmup_epochs": 1.0}
@@ -285,3 +287,23 @@ def test_which_images_a_run_had(before, now, is_said, caplog):
         resume.note_images(progress, before, opt)
     resume.note_images(progress, now, opt)
     assert bool(caplog.messages) == is_said and progress.images["count"] == len(now)
+
+
+@pytest.mark.parametrize(
+    ("content", "seconds", "said"),
+    [
+        ("lr0: 0.5\nlrf: 0.1\n", 5, "hyp.yaml has been edited (lr0 0.5 there, 0.01 here), but"),
+        ("a: [", 5, "nothing of it is used"),
+        ("lr0: 0.5\n", 0, ""), ("lr0: 0.01\nmine: 3\n", 5, ""),
+    ],
+)  # fmt: skip
+def test_whoever_edits_the_record_of_a_run_hears_which_file_is_read(content, seconds, said, tmp_path, caplog):
+    for name, text in (("given.yaml", "lr0: 0.01\nlrf: 0.1\n"), ("hyp.yaml", content), ("opt.yaml", "")):
+        (tmp_path / name).write_text(text)
+    now = (tmp_path / "opt.yaml").stat().st_mtime
+    os.utime(tmp_path / "hyp.yaml", (now, now + seconds))
+    run_folder._say_which_is_read(tmp_path, tmp_path / "given.yaml")
+    assert (said in caplog.text and "given.yaml" in caplog.text) if said else not caplog.text
+    caplog.clear()
+    run_folder._say_which_is_read(tmp_path, tmp_path / "hyp.yaml")
+    assert not caplog.text

@@ -13,7 +13,6 @@ import yaml
 from utils.config.flags import KEPT, MACHINE, STAYS, TRAIN_FLAGS, Flag
 from utils.config.hyp import DEFAULTS, save_hyp
 from utils.config.options import read_options, save_options, train_parser
-from utils.run import folder as run_folder
 from utils.run.entry import NothingToDo
 from utils.run.folder import newest_checkpoint, open_run_folder, prepare_train_options
 from utils.system.distributed import Ranks
@@ -141,26 +140,6 @@ def test_resume(how, prepare, folder, caplog):
     assert Path(opt.data).samefile(folder / "set.yaml") and Path(opt.hyp).samefile(folder / "hyp.yaml")
     assert "Resuming runs/train/exp after epoch 2" in caplog.messages and "ignored" not in caplog.text
     assert len(list(Path("runs/train").iterdir())) == 1, "no new folder"
-
-
-@pytest.mark.parametrize(
-    ("content", "seconds", "said"),
-    [
-        ("lr0: 0.5\nlrf: 0.1\n", 5, "hyp.yaml has been edited (lr0 0.5 there, 0.01 here), but"),
-        ("a: [", 5, "nothing of it is used"),
-        ("lr0: 0.5\n", 0, ""), ("lr0: 0.01\nmine: 3\n", 5, ""),
-    ],
-)  # fmt: skip
-def test_whoever_edits_the_record_of_a_run_hears_which_file_is_read(content, seconds, said, tmp_path, caplog):
-    for name, text in (("given.yaml", "lr0: 0.01\nlrf: 0.1\n"), ("hyp.yaml", content), ("opt.yaml", "")):
-        (tmp_path / name).write_text(text)
-    now = (tmp_path / "opt.yaml").stat().st_mtime
-    os.utime(tmp_path / "hyp.yaml", (now, now + seconds))
-    run_folder._say_which_is_read(tmp_path, tmp_path / "given.yaml")
-    assert (said in caplog.text and "given.yaml" in caplog.text) if said else not caplog.text
-    caplog.clear()
-    run_folder._say_which_is_read(tmp_path, tmp_path / "hyp.yaml")
-    assert not caplog.text
 
 
 def test_resume_on_other_processes(prepare):
