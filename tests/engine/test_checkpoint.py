@@ -129,6 +129,31 @@ def test_strip(tmp_path):
     assert full_state_path(checkpoints.last).read_bytes() == full
 
 
+@pytest.mark.parametrize("name", ["last.pt", "best.pt", "last_full.pt"])
+@pytest.mark.parametrize("is_best", [True, False])
+def test_files_that_are_links_elsewhere(name, is_best, tmp_path):
+    checkpoints = Checkpoints(tmp_path / "weights", epochs=9)
+    checkpoints.after_epoch(lambda: content_of_epoch(3, 0.5, updates=1), 3, True)
+    (tmp_path / "weights" / "last_full.pt").touch()
+    (tmp_path / "weights" / name).rename(tmp_path / "elsewhere.pt")
+    (tmp_path / "weights" / name).symlink_to(tmp_path / "elsewhere.pt")
+    checkpoints.after_epoch(lambda: content_of_epoch(8, 0.5, updates=2), 8, is_best)
+    full = checkpoints.last.read_bytes()
+    checkpoints.strip(rebuild)
+    assert full_state_path(checkpoints.last).read_bytes() == full
+    assert all(read_checkpoint(path).epoch == -1 for path in checkpoints.written())
+    assert (tmp_path / "weights" / name).is_symlink() and not (tmp_path / "elsewhere.pt").is_symlink()
+
+
+def test_a_full_state_that_is_a_link_to_the_stripped_file(tmp_path):
+    checkpoints = Checkpoints(tmp_path, epochs=9)
+    checkpoints.after_epoch(lambda: content_of_epoch(8, 0.5), 8, False)
+    full_state_path(checkpoints.last).symlink_to(checkpoints.last)
+    full = checkpoints.last.read_bytes()
+    checkpoints.strip(rebuild)
+    assert full_state_path(checkpoints.last).read_bytes() == full and read_checkpoint(checkpoints.last).epoch == -1
+
+
 def test_no_checkpoints(tmp_path):
     nothing = NoCheckpoints()
     nothing.initial(None)
