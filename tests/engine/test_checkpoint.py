@@ -12,6 +12,7 @@ from tests.engine.checkpoint_files import LAYERS, PLAIN, STOCK_KEYS, content_of_
 from tests.tiny_model import tiny_model
 from utils.engine.checkpoint import Checkpoints, NoCheckpoints, save
 from utils.engine.checkpoint_reader import full_state_path, read_checkpoint
+from utils.system.signals import Terminated
 
 
 def test_crash_while_saving_leaves_the_old_file(tmp_path, monkeypatch):
@@ -27,6 +28,30 @@ def test_crash_while_saving_leaves_the_old_file(tmp_path, monkeypatch):
         save({"w": torch.zeros(1)}, path)
     assert read_checkpoint(path).model.state["w"].tolist() == [1.0]
     assert os.listdir(tmp_path) == ["last.pt"]
+
+
+@pytest.mark.parametrize("signal", [KeyboardInterrupt, Terminated])
+def test_ctrl_c_while_saving_is_raised(signal, tmp_path, monkeypatch):
+    """Not what torch makes of a part that is missing, which would be taken for a bug."""
+    opened, writes = Path.open, []
+
+    def opened_for_once(path, *args, **options):
+        file = opened(path, *args, **options)
+        write = file.write
+
+        def write_or_raise(data):
+            writes.append(data)
+            if len(writes) == 3:
+                raise signal
+            return write(data)
+
+        file.write = write_or_raise
+        return file
+
+    monkeypatch.setattr(Path, "open", opened_for_once)
+    with pytest.raises(signal):
+        save({"w": torch.ones(100_000)}, tmp_path / "last.pt")
+    assert len(writes) >= 3 and not os.listdir(tmp_path)
 
 
 def names_after(checkpoints, epoch, is_best):

@@ -29,7 +29,8 @@ def save(content: Any, path: str | Path) -> None:
         try:
             torch.save(content, file)
         except RuntimeError as error:
-            if isinstance(error.__context__, OSError):  # a full disk, of which torch says only "unexpected pos"
+            # A full disk or Ctrl-C, of which torch says only "unexpected pos"
+            if isinstance(error.__context__, (OSError, KeyboardInterrupt)):
                 raise error.__context__ from None
             raise
 
