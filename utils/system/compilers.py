@@ -88,7 +88,7 @@ def _kept_key(make, folder, environment):
 
 
 def _sizes_and_times(folder):
-    """A digest of the names, sizes and times of all modules in `folder`, of which some lie elsewhere in a developer's."""
+    """A digest of the names, sizes and times of all modules in `folder`, also of folders that are links."""
     digest = sha256()
     for place, inner, names in os.walk(folder, followlinks=True):
         inner.sort()
