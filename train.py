@@ -246,14 +246,14 @@ def open_trainer(run, model, stored):
         check_same_names(run.data, names, opt.weights, opt.strict_data, same_data=opt.resume)
     if has_several_heads(model) and hyp.get("loss_ota", 1) and opt.ota_last is None:
         logger.info("several heads: the plain loss is used, OTA needs --ota-last")
-    if opt.overfit:
-        overfit.quicken_statistics(model)
     # see overfit.batch_weight
     step_batch = optim.NOMINAL_BATCH if opt.overfit else opt.total_batch_size
     decay = optim.scaled_weight_decay(hyp["weight_decay"], step_batch)
     optimizer = optim.build_optimizer(model, hyp["lr0"], hyp["momentum"], decay, opt.adam)
     scheduler = LambdaLR(optimizer, optim.lr_factor(opt.epochs, hyp["lrf"], opt.linear_lr))
     trainer = Trainer(model, hyp, step_batch, optimizer, scheduler, ModelEMA(model), opt.amp)
+    if opt.overfit:
+        overfit.quicken_statistics(model)  # not of the average, which becomes the weights for inference
     progress = trainer.restore(stored, opt.epochs, run.data.nc, opt.resume)
     if progress.epochs != opt.epochs:  # the schedule ends where the run ends
         scheduler.lr_lambdas = [optim.lr_factor(progress.epochs, hyp["lrf"], opt.linear_lr)] * 3

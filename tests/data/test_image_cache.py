@@ -3,9 +3,11 @@
 import ctypes
 import errno
 import os
+import re
 import shutil
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import cv2
@@ -308,3 +310,27 @@ def test_a_file_that_cannot_be_mapped_is_said(folder, monkeypatch):
     monkeypatch.setattr(image_cache, "_mapped", lambda path, num_bytes: None)
     with pytest.raises(ValueError, match="cannot be read as memory.*--cache-images ram"):
         open_set(folder)
+
+
+@pytest.mark.parametrize(
+    ("put", "kind"),
+    [(Path.mkdir, "a folder"), (os.mkfifo, "no ordinary file"), (lambda path: path.symlink_to("away"), "a link to")],
+)
+def test_something_else_in_the_place_of_a_file_is_said(put, kind, folder):
+    open_set(folder)
+    [file] = files(folder)
+    file.unlink()
+    put(file)
+    with pytest.raises(ValueError, match=f"{re.escape(str(file))}, where the pixels belong, is {kind}.*; remove it"):
+        open_set(folder)
+    assert os.path.lexists(file) and not file.with_name("away").exists()
+
+
+def test_a_link_to_a_file_is_used(folder):
+    """As of somebody who keeps it on another disk."""
+    open_set(folder)
+    [file] = files(folder)
+    file.rename(folder / "elsewhere")
+    file.symlink_to(folder / "elsewhere")
+    assert np.array_equal(open_set(folder).imgs[0], load_image(open_set(folder, cache=False), 0)[0])
+    assert file.is_symlink()

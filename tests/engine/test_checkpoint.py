@@ -12,6 +12,7 @@ from tests.engine.checkpoint_files import LAYERS, PLAIN, STOCK_KEYS, content_of_
 from tests.tiny_model import tiny_model
 from utils.engine.checkpoint import Checkpoints, NoCheckpoints, save
 from utils.engine.checkpoint_reader import full_state_path, read_checkpoint
+from utils.system.signals import Terminated
 
 
 def test_crash_while_saving_leaves_the_old_file(tmp_path, monkeypatch):
@@ -27,6 +28,30 @@ def test_crash_while_saving_leaves_the_old_file(tmp_path, monkeypatch):
         save({"w": torch.zeros(1)}, path)
     assert read_checkpoint(path).model.state["w"].tolist() == [1.0]
     assert os.listdir(tmp_path) == ["last.pt"]
+
+
+@pytest.mark.parametrize("signal", [KeyboardInterrupt, Terminated])
+def test_ctrl_c_while_saving_is_raised(signal, tmp_path, monkeypatch):
+    """Not what torch makes of a part that is missing, which would be taken for a bug."""
+    opened, writes = Path.open, []
+
+    def opened_for_once(path, *args, **options):
+        file = opened(path, *args, **options)
+        write = file.write
+
+        def write_or_raise(data):
+            writes.append(data)
+            if len(writes) == 3:
+                raise signal
+            return write(data)
+
+        file.write = write_or_raise
+        return file
+
+    monkeypatch.setattr(Path, "open", opened_for_once)
+    with pytest.raises(signal):
+        save({"w": torch.ones(100_000)}, tmp_path / "last.pt")
+    assert len(writes) >= 3 and not os.listdir(tmp_path)
 
 
 def names_after(checkpoints, epoch, is_best):
@@ -127,6 +152,31 @@ def test_strip(tmp_path):
     checkpoints.strip(rebuild)
     assert checkpoints.last.stat().st_size == size, "stripping twice changes nothing"
     assert full_state_path(checkpoints.last).read_bytes() == full
+
+
+@pytest.mark.parametrize("name", ["last.pt", "best.pt", "last_full.pt"])
+@pytest.mark.parametrize("is_best", [True, False])
+def test_files_that_are_links_elsewhere(name, is_best, tmp_path):
+    checkpoints = Checkpoints(tmp_path / "weights", epochs=9)
+    checkpoints.after_epoch(lambda: content_of_epoch(3, 0.5, updates=1), 3, True)
+    (tmp_path / "weights" / "last_full.pt").touch()
+    (tmp_path / "weights" / name).rename(tmp_path / "elsewhere.pt")
+    (tmp_path / "weights" / name).symlink_to(tmp_path / "elsewhere.pt")
+    checkpoints.after_epoch(lambda: content_of_epoch(8, 0.5, updates=2), 8, is_best)
+    full = checkpoints.last.read_bytes()
+    checkpoints.strip(rebuild)
+    assert full_state_path(checkpoints.last).read_bytes() == full
+    assert all(read_checkpoint(path).epoch == -1 for path in checkpoints.written())
+    assert (tmp_path / "weights" / name).is_symlink() and not (tmp_path / "elsewhere.pt").is_symlink()
+
+
+def test_a_full_state_that_is_a_link_to_the_stripped_file(tmp_path):
+    checkpoints = Checkpoints(tmp_path, epochs=9)
+    checkpoints.after_epoch(lambda: content_of_epoch(8, 0.5), 8, False)
+    full_state_path(checkpoints.last).symlink_to(checkpoints.last)
+    full = checkpoints.last.read_bytes()
+    checkpoints.strip(rebuild)
+    assert full_state_path(checkpoints.last).read_bytes() == full and read_checkpoint(checkpoints.last).epoch == -1
 
 
 def test_no_checkpoints(tmp_path):

@@ -1,6 +1,8 @@
 """Checkpoints by a thread: the same files, from a snapshot, in order, and no silent failure."""
 
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from copy import deepcopy
@@ -20,6 +22,7 @@ from utils.engine.checkpoint_reader import read_checkpoint
 from utils.fast.async_checkpoint import BackgroundCheckpoints, HostCopies, on_host, snapshot
 from utils.loggers.results import RunReport
 from utils.run import fast_paths
+from utils.system.files import PROJECT_ROOT
 
 
 @pytest.fixture
@@ -122,6 +125,27 @@ def test_a_run_without_an_epoch_has_nothing_to_strip(tmp_path, held):
     checkpoints.initial(new_trainer().model)
     threading.Timer(0.1, held.set).start()
     checkpoints.strip(rebuild)
+    assert [path.name for path in tmp_path.iterdir()] == ["init.pt"]
+
+
+def test_ctrl_c_while_the_thread_begins_leaves_none_that_is_waited_for(tmp_path):
+    program = """
+import signal, sys, threading
+from tests.engine.test_trainer import new_trainer
+from utils.fast.async_checkpoint import BackgroundCheckpoints
+checkpoints, trainer, start = BackgroundCheckpoints(sys.argv[1], epochs=1), new_trainer(), threading.Thread.start
+def interrupted(thread):
+    start(thread)
+    signal.raise_signal(signal.SIGINT)
+threading.Thread.start = interrupted
+try:
+    checkpoints.initial(trainer.model)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    run = subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=PROJECT_ROOT, capture_output=True,
+                         text=True, timeout=60)  # fmt: skip
+    assert (run.stdout, run.returncode) == ("interrupted\n", 0), run.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["init.pt"]
 
 

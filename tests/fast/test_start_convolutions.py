@@ -138,6 +138,44 @@ def test_after_an_error_the_rest_is_left_out(monkeypatch):
     assert not made
 
 
+@pytest.mark.parametrize(
+    "setting", ["", "start._enter = lambda *_: 1 / 0"], ids=["both take the rest", "before the first layer"]
+)
+def test_nobody_waits_after_an_error(setting):
+    """The thread of the layers drops the rest while the other one takes it: neither may wait for what is not there."""
+    program = f"""
+import threading, time, torch
+from utils.fast import start
+failed = threading.Event()
+class Queue(start.SimpleQueue):
+    def get(self, *args):
+        if threading.current_thread() is threading.main_thread():
+            failed.wait(5)
+        return super().get(*args)
+    def empty(self):
+        return self.then_taken(super().empty())
+    def get_nowait(self):
+        self.then_taken(None)
+        return super().get_nowait()
+    def then_taken(self, found):
+        failed.set()
+        time.sleep(0.2)
+        return found
+start.SimpleQueue = Queue
+{setting}
+x = torch.rand(1, 4, 8, 8).contiguous(memory_format=torch.channels_last)
+def work():
+    torch.nn.Conv2d(4, 4, 3)(x)
+    1 / 0
+try:
+    start.with_convolutions_here(torch.device("cpu"), work)
+except ZeroDivisionError:
+    print("ended")
+"""
+    run = subprocess.run([sys.executable, "-c", program], cwd=PROJECT_ROOT, capture_output=True, text=True, timeout=60)
+    assert run.stdout == "ended\n", run.stderr
+
+
 def test_no_thread_outlives_an_interrupted_wait():
     """As after a second Ctrl-C: Python would abort if the thread were still at work at its end."""
     program = """

@@ -1,13 +1,17 @@
 """What a run reads, and what it says when its data and its options or weights do not agree."""
 
 from multiprocessing import active_children
+from threading import current_thread
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 import train
 from tests import small_run
+from utils.config import resize_schedule
 from utils.loggers import results
+from utils.run.loaders import Loaders
 
 
 def data_with(folder, line=None, **changes):
@@ -77,3 +81,15 @@ def test_workers_have_ended_before_the_figures_are_waited_for(flags, tmp_path, m
     small_run.run(tmp_path, "--epochs", "1", "--workers", "2", *flags)
     workers = [process.name for process in alive[0] if process.name.startswith("loader-")]
     assert len(alive) == 1 and not workers
+
+
+def test_what_closes_the_loaders_uses_the_device_of_the_run(monkeypatch):
+    """A thread begins with the first GPU, where it would take memory from another process."""
+    seen = []
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 3)
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: seen.append((device, current_thread().name)))
+    dataset = SimpleNamespace(image_store=None, memory_cache=None)
+    loader = SimpleNamespace(end=lambda: seen.append("ended"), dataset=dataset)
+    Loaders(loader, None, 64, None, resize_schedule.parse("0:64"), None).close().join()
+    assert seen == [(3, "closing the loaders"), "ended"]

@@ -113,6 +113,25 @@ def test_a_signal_while_a_fork_waits_is_not_lost(number, raised, monkeypatch):
     assert len(looks) == 3 and child.exitcode == 0
 
 
+def test_ctrl_c_in_the_midst_of_a_fork_is_not_lost():
+    """It comes in the hook of another module; the new process gets its usual handler, and not the signal."""
+    program = """
+import os, signal, time
+os.register_at_fork(before=lambda: signal.raise_signal(signal.SIGINT))
+from utils.system import children
+try:
+    child = os.fork()
+    if not child:
+        time.sleep(0.5)
+        os._exit(7 if signal.getsignal(signal.SIGINT) is signal.default_int_handler else 1)
+    time.sleep(20)
+except KeyboardInterrupt:
+    print("interrupted", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    run = subprocess.run([sys.executable, "-c", program], cwd=PROJECT_ROOT, capture_output=True, text=True, timeout=60)
+    assert (run.stdout, run.stderr) == ("interrupted 7\n", "")
+
+
 def wait_for_a_worker():
     worker = get_context("fork").Process(target=time.sleep, args=(600,), daemon=True)
     worker.start()

@@ -121,7 +121,19 @@ def test_the_key_of_triton_is_made_once_for_the_same_files(triton):
     assert triton.start() == "key of other" and len(triton.made) == 3
 
 
-@pytest.mark.parametrize("content", ["", "[1]", "{}", '{"files": 1, "key": "wrong"}', "\udcff"])
+def test_files_of_triton_that_lie_elsewhere_count_as_well(triton):
+    """As in a Triton that is installed from its sources, whose backends are links."""
+    elsewhere = triton.library.parents[1] / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "driver.py").touch()
+    (triton.library.parent / "backend").symlink_to(elsewhere)
+    triton.start()
+    (elsewhere / "driver.py").write_text("other")
+    triton.start()
+    assert len(triton.made) == 2
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{}", '{"files": 1, "key": "wrong"}', "\udcff", "[" * 100_000])
 def test_a_damaged_file_with_the_key_is_replaced(content, triton):
     triton.start()
     [file] = triton.kept.iterdir()

@@ -21,7 +21,7 @@ import numpy as np
 from utils.data.labels.cache import cache_location, signature
 from utils.data.training_size import load_scanned, resized_shape
 from utils.system.cores import usable_cores
-from utils.system.files import atomic_write, printable, remove_leftovers
+from utils.system.files import atomic_write, link_to_nowhere, printable, remove_leftovers
 from utils.system.memory import check_memory, describe_bytes, give_back, keep_freed_memory, shared_array
 from utils.system.progress import progress
 
@@ -71,6 +71,7 @@ def use_disk_cache(dataset, prefix=""):
     shapes, ends = layout(dataset, dataset.img_size)
     num_bytes = int(ends[-1])
     path = _location(dataset, f"version {FORMAT_VERSION}, {dataset.img_size} px, augment {dataset.augment}")
+    _check_place(path)
     for _ in range(ATTEMPTS):  # again if another run, making its own, removed it meanwhile
         if (pixels := _mapped(path, num_bytes)) is not None:
             if _holds_images(dataset, views(pixels, shapes, ends)):
@@ -204,6 +205,15 @@ def read_in_threads(read, portions, title):
         except BaseException:  # nobody needs the others any more
             pool.shutdown(cancel_futures=True)
             raise
+
+
+def _check_place(path):
+    if os.path.lexists(path) and not os.path.isfile(path):
+        kind = "a link to nowhere" if link_to_nowhere(path) else "a folder" if path.is_dir() else "no ordinary file"
+        raise ValueError(
+            f"--cache-images disk: {printable(path)}, where the pixels belong, is {kind}; remove it, or use "
+            "--cache-images ram"
+        )
 
 
 def _check_room(folder, num_bytes):

@@ -29,7 +29,8 @@ def save(content: Any, path: str | Path) -> None:
         try:
             torch.save(content, file)
         except RuntimeError as error:
-            if isinstance(error.__context__, OSError):  # a full disk, of which torch says only "unexpected pos"
+            # A full disk or Ctrl-C, of which torch says only "unexpected pos"
+            if isinstance(error.__context__, (OSError, KeyboardInterrupt)):
                 raise error.__context__ from None
             raise
 
@@ -138,6 +139,7 @@ class Checkpoints:
                 checkpoint = self.read(path)
                 content = _inference_content(self.inference_model(checkpoint, rebuild), checkpoint)
             if path == self.last and checkpoint.optimizer is not None:  # not when a kill came between the two files
+                _end_link(full_state_path(path), path)
                 with replacement(full_state_path(path)) as full:
                     _link(path, full)
             if is_copy:
@@ -174,11 +176,17 @@ class NoCheckpoints:
         return []
 
 
+def _end_link(other, path):
+    """Remove the symbolic link `other` if it leads to the file `path`, through which that would be written."""
+    if other.is_symlink() and os.path.realpath(other) == os.path.realpath(path):
+        other.unlink()
+
+
 def _link(path, other):
     """Let the file `path` have the name `other` as well, until another one takes its own; a copy where that fails."""
     other.unlink()
     try:
-        os.link(path, other)
+        os.link(os.path.realpath(path), other)  # of a symbolic link the file, which is about to change
     except OSError:  # a file system without such links
         shutil.copyfile(path, other)
 

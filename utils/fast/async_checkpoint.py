@@ -11,6 +11,7 @@ from utils.engine.checkpoint_reader import Checkpoint, stored_model
 from utils.engine.ema import copy_with, empty_half_copy
 from utils.system.distributed import unwrap
 from utils.system.files import cause_of, printable
+from utils.system.signals import held_back
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,8 @@ class BackgroundCheckpoints(Checkpoints):
         self._begin(snapshot(content, self.copies.owned()), paths)
 
     def _begin(self, content, paths):
-        self._pending, self._newest = self._writer.submit(self._write_all, content, paths), (paths, content)
+        with held_back():  # or a thread could have begun that Python has no note of, and waits for when it ends
+            self._pending, self._newest = self._writer.submit(self._write_all, content, paths), (paths, content)
 
     def _write_all(self, content, paths):
         try:

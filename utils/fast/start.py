@@ -19,7 +19,7 @@ from concurrent.futures import Executor, Future, InvalidStateError, ThreadPoolEx
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from multiprocessing import get_context
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Lock, Thread, local
 from types import SimpleNamespace
 from typing import Any
@@ -184,14 +184,15 @@ def with_convolutions_here(device: torch.device, work: Callable[[], object]) -> 
     operations: SimpleQueue = SimpleQueue()
 
     def beside():
-        _enter(device, stream)
-        torch.set_grad_enabled(True)
         try:
+            _enter(device, stream)
+            torch.set_grad_enabled(True)
             with _Handing(operations):
                 work()
-        except BaseException:  # nobody needs the rest
-            while not operations.empty():
-                operations.get()
+        except BaseException:  # nobody needs the rest, from which the other thread takes as well
+            with suppress(Empty):
+                while True:
+                    operations.get_nowait()
             raise
         finally:
             operations.put(None)

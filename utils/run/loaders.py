@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from threading import Thread
 
+import torch
 from torch.utils.data import DataLoader
 
 from utils.config import resize_schedule
@@ -62,11 +63,14 @@ class Loaders:
 
     def close(self):
         """After the last batch: let a thread, which is returned, end the workers and free what was made for them."""
-        thread = Thread(target=self._close, name="closing the loaders")
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        thread = Thread(target=self._close, args=(device,), name="closing the loaders")
         thread.start()
         return thread
 
-    def _close(self):
+    def _close(self, device):
+        if device is not None:
+            torch.cuda.set_device(device)  # a thread begins with the first one, where to unlock memory makes a context
         for loader in (self.train, self.val):
             if hasattr(loader, "end"):
                 loader.end()

@@ -72,11 +72,10 @@ def let_threads_rest() -> None:
     """
     global _patience
     end = time.monotonic() + _patience
-    with held_back(send_soon):
-        while is_late := _others_work():
-            if time.monotonic() > end:
-                break
-            time.sleep(GLANCE)
+    while is_late := _others_work():
+        if time.monotonic() > end:
+            break
+        time.sleep(GLANCE)
     _patience = _patience / 2 if is_late else PATIENCE
 
 
@@ -91,7 +90,23 @@ def _others_work():
     return False
 
 
-os.register_at_fork(before=let_threads_rest)
+_fork = threading.local()
+
+
+def _begin_fork():
+    """Hold Ctrl-C and SIGTERM back: Python prints and drops what is raised in the hooks of a fork, also in others'."""
+    parent = os.getpid()
+    _fork.signals = held_back(lambda number: os.getpid() == parent and send_soon(number))
+    _fork.signals.__enter__()
+    let_threads_rest()
+
+
+def _end_fork():
+    if signals := vars(_fork).pop("signals", None):
+        signals.__exit__(None, None, None)
+
+
+os.register_at_fork(before=_begin_fork, after_in_parent=_end_fork, after_in_child=_end_fork)
 
 
 def forked_pool(count: int, enter: Callable[[int | None], None] = enter_child) -> Executor:

@@ -72,7 +72,7 @@ def keep_triton_key(environment: Mapping[str, str] = os.environ) -> None:
 
 def _kept_key(make, folder, environment):
     file = present = None
-    with suppress(OSError, ValueError, KeyError, TypeError):  # no file, or another one
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):  # no file, or another one
         present = _sizes_and_times(folder)
         file = user_cache(environment) / f"triton_{sha256(os.fsencode(folder)).hexdigest()[:8]}.json"
         kept = json.loads(file.read_text())
@@ -88,9 +88,9 @@ def _kept_key(make, folder, environment):
 
 
 def _sizes_and_times(folder):
-    """A digest of the names, sizes and times of all modules in `folder`."""
+    """A digest of the names, sizes and times of all modules in `folder`, also of folders that are links."""
     digest = sha256()
-    for place, inner, names in os.walk(folder):
+    for place, inner, names in os.walk(folder, followlinks=True):
         inner.sort()
         for path in (os.path.join(place, name) for name in sorted(names) if name.endswith((".py", ".so", ".pyd"))):
             status = os.stat(path)
