@@ -66,8 +66,9 @@ def keep_triton_key(environment: Mapping[str, str] = os.environ) -> None:
             continue
         make = vars(module).get("triton_key")
         if make and not hasattr(make, "is_kept"):
-            module.triton_key = cache(partial(_kept_key, make, Path(triton.__file__).parent, environment))
-            module.triton_key.is_kept = True
+            kept = cache(partial(_kept_key, make, Path(str(triton.__file__)).parent, environment))
+            vars(kept)["is_kept"] = True
+            vars(module)["triton_key"] = kept
 
 
 def _kept_key(make, folder, environment):
