@@ -179,6 +179,17 @@ def test_a_full_state_that_is_a_link_to_the_stripped_file(tmp_path):
     assert full_state_path(checkpoints.last).read_bytes() == full and read_checkpoint(checkpoints.last).epoch == -1
 
 
+def test_a_kill_before_the_last_file_leaves_no_temporary_one_for_good(tmp_path):
+    """The full state has both names already, so that to rename a third one does nothing."""
+    checkpoints = Checkpoints(tmp_path, epochs=9)
+    checkpoints.after_epoch(lambda: content_of_epoch(8, 0.5), 8, True)
+    os.link(checkpoints.last, full_state_path(checkpoints.last))
+    full = checkpoints.last.read_bytes()
+    checkpoints.strip(rebuild)
+    names = "best.pt", "epoch_008.pt", "last.pt", "last_full.pt"
+    assert {path.name for path in tmp_path.iterdir()} == set(names) and (tmp_path / names[3]).read_bytes() == full
+
+
 def test_no_checkpoints(tmp_path):
     nothing = NoCheckpoints()
     nothing.initial(None)

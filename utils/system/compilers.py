@@ -66,8 +66,8 @@ def keep_triton_key(environment: Mapping[str, str] = os.environ) -> None:
             continue
         make = vars(module).get("triton_key")
         if make and not hasattr(make, "is_kept"):
-            kept: Any = cache(partial(_kept_key, make, Path(str(triton.__file__)).parent, environment))
-            kept.is_kept = True
+            kept = cache(partial(_kept_key, make, Path(str(triton.__file__)).parent, environment))
+            vars(kept)["is_kept"] = True
             vars(module)["triton_key"] = kept
 
 

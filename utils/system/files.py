@@ -184,6 +184,7 @@ def replacement(target):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield temporary
         os.replace(temporary, target)
+        temporary.unlink(missing_ok=True)  # where both are names of one file, to rename does nothing
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno:  # named after the file that the caller knows
