@@ -96,12 +96,12 @@ def test_the_loss_does_not_even_try(tools):
 def triton(tmp_path, monkeypatch):
     """A package with the key of Triton, which counts how often it is made; `start()` gives the key as a new process."""
     (tmp_path / "triton").mkdir()
-    library = tmp_path / "triton" / "library.so"
-    library.write_text("one")
+    binary = tmp_path / "triton" / "binary.so"
+    binary.write_text("one")
     made = []
 
     def start(cache=tmp_path / "cache"):
-        module = SimpleNamespace(triton_key=lambda: made.append(1) or f"key of {library.read_text()}")
+        module = SimpleNamespace(triton_key=lambda: made.append(1) or f"key of {binary.read_text()}")
         package = SimpleNamespace(__file__=str(tmp_path / "triton" / "__init__.py"))
         modules = {"triton": package, "triton.runtime.cache": module, "triton.compiler.compiler": SimpleNamespace()}
         monkeypatch.setattr(compilers, "import_module", modules.__getitem__)
@@ -110,23 +110,23 @@ def triton(tmp_path, monkeypatch):
         assert module.triton_key() == module.triton_key()
         return module.triton_key()
 
-    return SimpleNamespace(start=start, made=made, library=library, kept=tmp_path / "cache" / "yolov7fast")
+    return SimpleNamespace(start=start, made=made, binary=binary, kept=tmp_path / "cache" / "yolov7fast")
 
 
 def test_the_key_of_triton_is_made_once_for_the_same_files(triton):
     assert triton.start() == triton.start() == "key of one" and len(triton.made) == 1
-    triton.library.write_text("other")
+    triton.binary.write_text("other")
     assert triton.start() == "key of other" and len(triton.made) == 2
-    os.utime(triton.library, ns=(1, 1))
+    os.utime(triton.binary, ns=(1, 1))
     assert triton.start() == "key of other" and len(triton.made) == 3
 
 
 def test_files_of_triton_that_lie_elsewhere_count_as_well(triton):
     """As in a Triton that is installed from its sources, whose backends are links."""
-    elsewhere = triton.library.parents[1] / "elsewhere"
+    elsewhere = triton.binary.parents[1] / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "driver.py").touch()
-    (triton.library.parent / "backend").symlink_to(elsewhere)
+    (triton.binary.parent / "backend").symlink_to(elsewhere)
     triton.start()
     (elsewhere / "driver.py").write_text("other")
     triton.start()

@@ -50,18 +50,18 @@ def read_image(path):
         raise ValueError(f"{printable(path)}: cannot be opened ({error.strerror})") from error
     if not data.size:
         raise ValueError(f"{printable(path)}: the file is empty")
-    if _is_tiff(data) and (mixed := _tiff_samples(io.BytesIO(data))[2]):
-        raise ValueError(f"{printable(path)}: {mixed}")
-    image = _read_with_opencv(data)
+    image = _read_with_opencv(path, data)
     if image is None:
         image = _read_with_pillow(path, data)
     return np.ascontiguousarray(image)
 
 
-def _read_with_opencv(data):
-    """The image [h x w x 3, uint8, BGR], or None if OpenCV cannot read it."""
+def _read_with_opencv(path, data):
+    """The image [h x w x 3, uint8, BGR], or None if OpenCV cannot read it; ValueError if nobody reads it right."""
     try:
-        bits, bands, _ = _tiff_samples(io.BytesIO(data)) if _is_tiff(data) else (0, 0, "")
+        bits, bands, mixed = _tiff_samples(io.BytesIO(data)) if _is_tiff(data) else (0, 0, "")
+        if mixed:
+            raise ValueError(f"{printable(path)}: {mixed}")
         if bands > MAX_BANDS:  # Pillow takes the first three of some; OpenCV would print about it at every reading
             return None
         if bits > 16:  # which OpenCV does not convert to 8 bits itself
